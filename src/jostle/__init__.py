@@ -1,0 +1,57 @@
+"""Jostle the weights, and see which losses move together."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jostle._version import __version__
+
+if TYPE_CHECKING:
+    from jostle import attributors, losses
+    from jostle.errors import InputError
+    from jostle.posterior import Posterior
+    from jostle.run import Run, attribute, load
+    from jostle.samplers import SGLD, RMSpropSGLD, Sampler
+    from jostle.scores import Scores
+
+# Names are imported when they are first used: `jostle --help` should not wait for torch.
+_HOMES = {
+    "InputError": "jostle.errors",
+    "Posterior": "jostle.posterior",
+    "RMSpropSGLD": "jostle.samplers",
+    "Run": "jostle.run",
+    "SGLD": "jostle.samplers",
+    "Sampler": "jostle.samplers",
+    "Scores": "jostle.scores",
+    "attribute": "jostle.run",
+    "attributors": "jostle.attributors",
+    "load": "jostle.run",
+    "losses": "jostle.losses",
+}
+
+__all__ = [
+    "SGLD",
+    "InputError",
+    "Posterior",
+    "RMSpropSGLD",
+    "Run",
+    "Sampler",
+    "Scores",
+    "__version__",
+    "attribute",
+    "attributors",
+    "load",
+    "losses",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jostle' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    return module if _HOMES[name] == f"jostle.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,3 @@
+"""The version, alone in its file so that packaging can read it without importing torch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,87 @@
+"""The typed description of a run; what ``config.yaml`` holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jostle.errors import InputError
+from jostle.posterior import Posterior
+from jostle.samplers import Sampler
+
+Keep = Literal["traces", "covariance"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides a run's numbers, besides the weights and the data.
+
+    Step 0 is w*; draw t of every chain is observed at step ``burn_in + t * thin``.
+    """
+
+    posterior: Posterior
+    sampler: Sampler
+    loss: str
+    potential_loss: str
+    observables: tuple[str, ...]
+    chains: int
+    draws: int
+    burn_in: int
+    thin: int
+    batch_size: int
+    keep: Keep
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("chains", "draws", "thin", "batch_size"):
+            _require_whole(name, getattr(self, name), at_least=1)
+        _require_whole("burn_in", self.burn_in, at_least=0)
+        _require_whole("seed", self.seed, at_least=0)
+        if self.chains * self.draws < 2:
+            raise InputError("draws", got="one draw in all", expected="at least two, for a covariance")
+        if self.keep not in ("traces", "covariance"):
+            raise InputError("keep", got=repr(self.keep), expected="'traces' or 'covariance'")
+
+    @property
+    def steps(self) -> range:
+        """The steps at which a chain is observed."""
+        return range(self.burn_in, self.burn_in + self.draws * self.thin, self.thin)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        posterior = {field.name: getattr(self.posterior, field.name) for field in dataclasses.fields(self.posterior)}
+        posterior["weights"] = _describe_selection(posterior["weights"])
+        sampler = {"name": type(self.sampler).__name__, **vars(self.sampler)}
+        return plain | {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
+
+    def fingerprint(self) -> str:
+        """Return a hash of the configuration."""
+        text = json.dumps(self.to_dict(), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe(function: Any) -> str:
+    """Name a loss or a callable: its settings where it shows them, else where it was defined."""
+    if dataclasses.is_dataclass(function):
+        return repr(function)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _describe_selection(selection: Any) -> Any:
+    if isinstance(selection, str):
+        return selection
+    if hasattr(selection, "pattern"):
+        return f"re:{selection.pattern}"
+    if callable(selection):
+        return describe(selection)
+    return [_describe_selection(part) for part in selection]
+
+
+def _require_whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        expected = "a positive whole number" if at_least else "a whole number that is not negative"
+        raise InputError(name, got=repr(value), expected=expected)

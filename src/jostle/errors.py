@@ -1,0 +1,38 @@
+"""What can go wrong, by name."""
+
+from __future__ import annotations
+
+
+class JostleError(Exception):
+    """Base of every error that Jostle raises on purpose."""
+
+
+class InputError(JostleError, ValueError):
+    """Something the caller passed cannot be used; the message says what was got, expected, and what to do.
+
+    Commands print the message as one line and exit with code 2. It is raised before anything is written.
+    """
+
+    def __init__(self, subject: str, *, got: object, expected: str, fix: str = "") -> None:
+        message = f"{subject}: got {got}, expected {expected}"
+        super().__init__(f"{message}; {fix}" if fix else message)
+
+
+class ChainsFailedError(JostleError, RuntimeError):
+    """Every chain left the finite numbers, so there is nothing to estimate from."""
+
+
+class JostleWarning(UserWarning):
+    """Base of every warning that Jostle gives."""
+
+
+class ChainFailedWarning(JostleWarning):
+    """A chain left the finite numbers; it was stopped and is left out of every estimate."""
+
+
+class SamplerWarning(JostleWarning):
+    """The sampler runs, but not as its name promises."""
+
+
+class EstimateWarning(JostleWarning):
+    """A number was computed from too little to be trusted."""

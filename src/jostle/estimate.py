@@ -1,0 +1,358 @@
+"""From traces to covariance, correlation and their Monte Carlo errors; blocked and streaming.
+
+Everything here takes arrays of shape (chain, draw, column) that can be sliced: NumPy arrays, Zarr arrays, or
+`jostle.traces.SequenceLosses`. Signs are plain statistics, +Cov; the sign of influence is put on in `jostle.run`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.errors import EstimateWarning, InputError
+
+Centering = Literal["pooled", "within"]
+
+BUFFER_BYTES = 256 << 20
+"""What an estimate may allocate beyond its output."""
+
+AUTOCORRELATION_TIMES = 5
+"""The length of a batch of draws, in autocorrelation times."""
+
+PROBED_SERIES = 64
+"""How many series the autocorrelation time is read from."""
+
+FEWEST_BATCHES = 8
+"""With fewer batches than this, a standard error says so."""
+
+
+class Trace(Protocol):
+    """Anything of shape (chain, draw, column) that can be sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A matrix of covariances or correlations, and how well it is known."""
+
+    values: Float[np.ndarray, "left right"]
+    standard_error: Float[np.ndarray, "left right"] | None
+    degrees_of_freedom: int | None
+    between_chain_share: float
+    """The share of the left columns' variance that lies between chains; near 1/draws when chains agree."""
+
+
+def covariance(
+    left: Trace,
+    right: Trace,
+    *,
+    chains: np.ndarray | None = None,
+    centering: Centering = "pooled",
+    normalize: bool = False,
+    standard_error: bool = False,
+    batch_length: int | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+    out: np.ndarray | None = None,
+) -> Estimate:
+    """Covariance of every left column with every right one, over all chains and draws.
+
+    Pooled, as in the paper: Cov = Σ (a − ā)(b − b̄) / (CT − 1) with means over all chains. Within: each chain is
+    centred at its own mean, and the divisor is C(T − 1). Normalized: the Pearson correlation.
+
+    The standard error is a jackknife over batches of consecutive draws, each several autocorrelation times long,
+    so that batches are nearly independent where draws are not; where a chain is shorter than that, a batch is a
+    whole chain and the error is the one between chains, with C − 1 degrees of freedom.
+
+    Args:
+        left: (chain, draw, n).
+        right: (chain, draw, q).
+        chains: which chains to use; all by default.
+        centering: around the pooled mean or each chain's own.
+        normalize: return correlations.
+        standard_error: also return the Monte Carlo standard error of every entry.
+        batch_length: draws in a batch; measured from the traces where not given.
+        buffer_bytes: what may be allocated beyond the output.
+        out: an array (or memory map) of shape (n, q) to write into.
+
+    Raises:
+        InputError: fewer than two draws, or traces of different chains and draws.
+    """
+    kept = np.arange(left.shape[0]) if chains is None else np.asarray(chains)
+    if left.shape[:2] != right.shape[:2]:
+        raise InputError(
+            "traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes"
+        )
+    draws = left.shape[1]
+    groups = len(kept) if centering == "within" else 1
+    if len(kept) * draws - groups < 1:
+        raise InputError(
+            "draws",
+            got=f"{len(kept)} chains × {draws} draws",
+            expected="at least two draws" + (" in each chain" if centering == "within" else ""),
+            fix="raise draws",
+        )
+    batches = None
+    if standard_error:
+        length = batch_length or _batch_length(left, right, kept)
+        batches = _Batches(len(kept), draws, length, centering)
+    n, q = left.shape[2], right.shape[2]
+    values = np.empty((n, q), left.dtype) if out is None else out
+    errors = np.empty((n, q), left.dtype) if batches else None
+    tile = _tile_width(len(kept) * draws, n, q, np.dtype(left.dtype).itemsize, batches is not None, buffer_bytes)
+    shares = np.empty(n)
+    for b, columns_b in _column_blocks(right, kept, tile[1]):
+        B, _ = _centered(columns_b, centering)
+        for a, columns_a in _column_blocks(left, kept, tile[0]):
+            A, share = _centered(columns_a, centering)
+            shares[a] = share
+            tile_values = _moment(A, B, len(kept) * draws - groups, normalize)
+            values[a, b] = tile_values
+            if batches is not None and errors is not None:
+                errors[a, b] = batches.standard_error(A, B, tile_values, normalize)
+    freedom = batches.count - 1 if batches else None
+    return Estimate(values, errors, freedom, float(shares.mean()))
+
+
+def _column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
+    every = len(chains) == trace.shape[0]
+    for start in range(0, trace.shape[2], width):
+        block = slice(start, min(start + width, trace.shape[2]))
+        values = np.asarray(trace[:, :, block])
+        yield block, torch.from_numpy(np.ascontiguousarray(values if every else values[chains]))
+
+
+def _tile_width(rows: int, n: int, q: int, itemsize: int, errors: bool, buffer_bytes: int) -> tuple[int, int]:
+    """Widths (left, right) such that both blocks, as read and as centred, and the tile's temporaries fit."""
+    # Reading and centring hold a few copies of a block, one of them in float64; the jackknife holds several of a tile.
+    per_column = 8 * rows * max(itemsize, 4)
+    per_entry = (12 if errors else 2) * itemsize
+    right = max(1, min(q, int(buffer_bytes / 2 / per_column)))
+    left = max(1, min(n, int(buffer_bytes / 2 / (per_column + per_entry * right))))
+    return left, right
+
+
+def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) -> tuple[Tensor, np.ndarray]:
+    """Centred values, and for each column the share of its variance that lies between chains."""
+    wide = values.double()
+    chain_means = wide.mean(1, keepdim=True)
+    mean = chain_means.mean(0, keepdim=True)
+    total = (wide - mean).square().sum((0, 1))
+    between = values.shape[1] * (chain_means - mean).square().sum((0, 1))
+    share = (between / total.clamp(min=torch.finfo(torch.float64).tiny)).numpy()
+    return (wide - (mean if centering == "pooled" else chain_means)).to(values.dtype), share
+
+
+def _moment(A: Tensor, B: Tensor, divisor: float, normalize: bool) -> Tensor:
+    flat_a, flat_b = A.flatten(0, 1), B.flatten(0, 1)
+    products = flat_a.T @ flat_b
+    if not normalize:
+        return products / divisor
+    return _divide(products, flat_a.square().sum(0), flat_b.square().sum(0))
+
+
+def _divide(products: Tensor, left_squares: Tensor, right_squares: Tensor) -> Tensor:
+    """Correlation from sums of products; 0 where a loss never moved, since it then moves with nothing."""
+    scale = (left_squares.clamp(min=0).sqrt()[:, None]) * right_squares.clamp(min=0).sqrt()[None, :]
+    return torch.where(scale > 0, products / scale, 0.0).clamp(-1, 1)
+
+
+class _Batches:
+    """The delete-one-batch jackknife over consecutive draws.
+
+    With θ the estimate from all N draws and θ₍ⱼ₎ the one without batch j of mⱼ draws, hⱼ = N/mⱼ and
+    dⱼ = (hⱼ − 1)(θ − θ₍ⱼ₎), the variance is (1/g)·Σⱼ (dⱼ − D)²/(hⱼ − 1) with D = Σⱼ dⱼ/hⱼ. For equal batches it is the
+    usual jackknife, and for a covariance it is the batch-means error about the global mean, to leading order.
+
+    Reference: Busing, Meijer and van der Leeden, *Delete-m jackknife for unequal m*, 1999.
+    """
+
+    def __init__(self, chains: int, draws: int, length: int, centering: Centering) -> None:
+        per_chain = max(1, draws // length)
+        if chains * per_chain < 2:
+            per_chain = min(2, draws)
+        edges = np.linspace(0, draws, per_chain + 1).round().astype(int)
+        self._slices = [
+            (chain, slice(start, stop))
+            for chain in range(chains)
+            for start, stop in zip(edges[:-1], edges[1:], strict=True)
+        ]
+        self._chains, self._draws, self._within = chains, draws, centering == "within"
+        self.count = len(self._slices)
+        if self.count < FEWEST_BATCHES or draws // per_chain < length and per_chain > 1:
+            warnings.warn(
+                f"the standard error rests on {self.count} batches of {draws // per_chain} draws, for an "
+                f"autocorrelation that asks for {length}; raise draws, thin or chains",
+                EstimateWarning,
+                stacklevel=4,
+            )
+
+    def standard_error(self, A: Tensor, B: Tensor, estimate: Tensor, normalize: bool) -> Tensor:
+        """Return the standard error of one tile; A and B are centred, (chain, draw, column)."""
+        N = self._chains * self._draws
+        weighted_squares, weighted_sum, D = (torch.zeros_like(estimate) for _ in range(3))
+        weights = 0.0
+        products = A.flatten(0, 1).T @ B.flatten(0, 1)
+        squares_a, squares_b = A.square().sum((0, 1)), B.square().sum((0, 1))
+        for chain, draws in self._slices:
+            a, b = A[chain, draws], B[chain, draws]
+            m = len(a)
+            # Deleting a batch moves the mean of what it was centred with: its whole chain's, or everyone's.
+            group = self._draws if self._within else N
+            rest = group - m
+            sum_a, sum_b = a.sum(0), b.sum(0)
+            shift = 1 / rest if rest else 0.0
+            without = products - a.T @ b - shift * torch.outer(sum_a, sum_b)
+            if normalize:
+                left = squares_a - a.square().sum(0) - shift * sum_a.square()
+                right = squares_b - b.square().sum(0) - shift * sum_b.square()
+                without = _divide(without, left, right)
+            else:
+                groups = (self._chains - (rest == 0)) if self._within else 1
+                without = without / (N - m - groups)
+            h = N / m
+            d = (h - 1) * (estimate - without)
+            weight = 1 / (h - 1)
+            weights += weight
+            weighted_squares += weight * d.square()
+            weighted_sum += weight * d
+            D += d / h
+        variance = (weighted_squares - 2 * D * weighted_sum + weights * D.square()) / self.count
+        return variance.clamp(min=0).sqrt()
+
+
+def _batch_length(left: Trace, right: Trace, chains: np.ndarray) -> int:
+    """Several autocorrelation times of the slowest losses and of the products that a covariance averages."""
+    draws = left.shape[1]
+    if draws < 8:
+        return draws
+    a, b = (_spread_columns(trace, chains) for trace in (left, right))
+    pairs = min(a.shape[2], b.shape[2])
+    products = a[:, :, :pairs] * b[:, :, :pairs]
+    times = [autocorrelation_time(series) for series in (a, b, products)]
+    return math.ceil(AUTOCORRELATION_TIMES * max(times))
+
+
+def _spread_columns(trace: Trace, chains: np.ndarray) -> np.ndarray:
+    picked = np.unique(np.linspace(0, trace.shape[2] - 1, PROBED_SERIES).astype(int))
+    values = np.concatenate([np.asarray(trace[:, :, slice(i, i + 1)]) for i in picked.tolist()], axis=2)[chains]
+    values = values.astype(np.float64)
+    return values - values.mean((0, 1))
+
+
+def autocorrelation_time(series: Float[np.ndarray, "chain draw column"]) -> float:
+    """Draws for each effective one, of the slower series (their upper quartile); at least 1."""
+    from arviz_stats.base import array_stats
+
+    moving = series[:, :, series.std((0, 1)) > 0]
+    if moving.shape[2] == 0:
+        return 1.0
+    # Chains are judged one by one: that they disagree is for diagnostics to say, not for a batch length.
+    per_chain = np.moveaxis(moving, 1, 0).reshape(1, moving.shape[1], -1)
+    effective = array_stats.ess(per_chain, chain_axis=0, draw_axis=1, method="mean")
+    times = series.shape[1] / np.asarray(effective)
+    times = times[np.isfinite(times)]
+    return max(1.0, float(np.quantile(times, 0.75))) if len(times) else 1.0
+
+
+class StreamingCovariance:
+    """The covariance without the traces: memory O(nq + n + q), however many draws.
+
+    Sums are of ℓ − ℓ(w*), not of ℓ: otherwise the size of the losses themselves would cancel in float32, and take
+    the covariance with it. A chain is kept apart until it is finished, so one that fails leaves no mark.
+    """
+
+    def __init__(self, left_center: Float[Tensor, " left"], right_center: Float[Tensor, " right"]) -> None:
+        self._centers = left_center, right_center
+        self._open: dict[int, dict[str, Tensor]] = {}
+        self.sums = self._zeros() | {"between": self._zeros()["products"], "chains": torch.zeros(())}
+        for side in ("left", "right"):
+            self.sums[f"{side}_between"] = torch.zeros_like(self.sums[f"{side}_sum"])
+
+    def _zeros(self) -> dict[str, Tensor]:
+        left, right = self._centers
+        zeros = {"products": left.new_zeros(len(left), len(right)), "draws": torch.zeros((), dtype=torch.float64)}
+        for side, center in (("left", left), ("right", right)):
+            for moment in ("sum", "squares"):
+                zeros[f"{side}_{moment}"] = torch.zeros_like(center, dtype=torch.float64)
+        return zeros
+
+    def update(self, chain: int, left: Float[Tensor, " left"], right: Float[Tensor, " right"]) -> None:
+        """Take in one draw of a chain."""
+        sums = self._open.setdefault(chain, self._zeros())
+        a, b = left - self._centers[0], right - self._centers[1]
+        sums["products"].addr_(a, b)
+        sums["draws"] += 1
+        for side, values in (("left", a.double()), ("right", b.double())):
+            sums[f"{side}_sum"] += values
+            sums[f"{side}_squares"] += values.square()
+
+    def unfinished(self, chain: int) -> dict[str, Tensor]:
+        """Return the sums of a chain that is still running, for its checkpoint."""
+        return self._open.get(chain, {})
+
+    def restore(self, chain: int, sums: dict[str, Tensor]) -> None:
+        """Go on from `unfinished`."""
+        if sums:
+            self._open[chain] = {name: value.clone() for name, value in sums.items()}
+
+    def finish(self, chain: int) -> None:
+        """Add a finished chain to the total."""
+        sums = self._open.pop(chain)
+        for name, value in sums.items():
+            self.sums[name] += value
+        left, right, draws = sums["left_sum"], sums["right_sum"], sums["draws"]
+        dtype = self.sums["between"].dtype
+        self.sums["between"].addr_((left / draws).to(dtype), right.to(dtype))
+        self.sums["left_between"] += left.square() / draws
+        self.sums["right_between"] += right.square() / draws
+        self.sums["chains"] += 1
+
+    def drop(self, chain: int) -> None:
+        """Forget a chain that failed."""
+        self._open.pop(chain, None)
+
+    def estimate(self, *, centering: Centering = "pooled", normalize: bool = False) -> Estimate:
+        """Covariance or correlation of the finished chains; the same numbers as `covariance` of their traces."""
+        return covariance_from_sums(self.sums, centering=centering, normalize=normalize)
+
+
+def covariance_from_sums(
+    sums: dict[str, Tensor], *, centering: Centering = "pooled", normalize: bool = False
+) -> Estimate:
+    """Finish the estimate of `StreamingCovariance` from its sums."""
+    draws, chains = float(sums["draws"]), float(sums["chains"])
+    pooled, freedom = centering == "pooled", draws - (1 if centering == "pooled" else chains)
+    if freedom < 1:
+        raise InputError("draws", got=int(draws), expected="at least two draws in finished chains", fix="raise draws")
+    dtype = sums["products"].dtype
+    if pooled:
+        means = (sums["left_sum"] / draws).to(dtype), sums["right_sum"].to(dtype)
+        products = torch.addr(sums["products"], *means, alpha=-1)
+    else:
+        products = sums["products"] - sums["between"]
+    squares = {
+        side: sums[f"{side}_squares"]
+        - (sums[f"{side}_sum"].square() / draws if pooled else sums[f"{side}_between"])
+        for side in ("left", "right")
+    }
+    if normalize:
+        values = _divide(products, squares["left"].to(dtype), squares["right"].to(dtype))
+    else:
+        values = products / freedom
+    mean_square = sums["left_sum"].square() / draws
+    total = (sums["left_squares"] - mean_square).clamp(min=torch.finfo(torch.float64).tiny)
+    share = ((sums["left_between"] - mean_square) / total).mean()
+    return Estimate(values.numpy(), None, None, float(share))

@@ -1,0 +1,147 @@
+"""A labelled matrix with its method, sign and provenance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jaxtyping import Float
+
+from jostle.errors import InputError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One training example in a ranking."""
+
+    index: int
+    score: float
+    standard_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The training examples that matter most for one query; the strongest first in both lists."""
+
+    query: int
+    helpful: list[Entry]
+    harmful: list[Entry]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ranking as plain data, for JSON."""
+
+        def plain(entry: Entry) -> dict[str, Any]:
+            return {key: value for key, value in vars(entry).items() if value is not None}
+
+        return {
+            "query": self.query,
+            "helpful": [plain(entry) for entry in self.helpful],
+            "harmful": [plain(entry) for entry in self.harmful],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Influence of training examples (rows) on queries (columns): ``values[train, query]``.
+
+    The sign is the same for every method: **negative means that training on the example lowers the query's loss**
+    (it helps). For the Bayesian influence function a value is −Cov(ℓᵢ, φⱼ) or, normalized, −correlation.
+
+    Attributes:
+        values: the matrix.
+        method: which attributor made it: ``"bif"``, ``"exact"``, ...
+        normalized: whether values are −correlations, in [−1, 1].
+        scale: the change of E[φⱼ] for each unit of extra weight on example i is ``scale * values[i, j]``; n_beta/n
+            for the BIF. None where the method has no such reading (normalized scores, for one).
+        standard_error: the Monte Carlo standard error of each value, where it was asked for.
+        degrees_of_freedom: of the standard error, for Student's t.
+        provenance: what the scores were made from: settings, fingerprints, diagnostics.
+    """
+
+    values: Float[np.ndarray, "train query"]
+    method: str
+    normalized: bool = False
+    scale: float | None = None
+    standard_error: Float[np.ndarray, "train query"] | None = None
+    degrees_of_freedom: int | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        kind = "−correlation" if self.normalized else "influence"
+        rows, columns = self.values.shape
+        return f"Scores({self.method} {kind}, {rows} train × {columns} query, negative = helps)"
+
+    @property
+    def posterior_correlation(self) -> Float[np.ndarray, "train query"]:
+        """The correlation of losses with a plus sign, which is what people look at."""
+        if not self.normalized:
+            raise InputError(
+                "posterior_correlation",
+                got="covariance scores",
+                expected="normalized scores",
+                fix="call influence(normalize=True)",
+            )
+        return -self.values
+
+    def top(self, query: int, k: int = 10) -> Ranking:
+        """Return the ``k`` most helpful (most negative first) and most harmful (most positive first) examples."""
+        queries = self.values.shape[1]
+        if not -queries <= query < queries:
+            raise InputError("query", got=query, expected=f"an index below {queries}")
+        if k < 1:
+            raise InputError("k", got=k, expected="a positive number of examples")
+        column = self.values[:, query]
+        order = np.argsort(column, kind="stable")
+
+        def entry(index: int) -> Entry:
+            error = None if self.standard_error is None else float(self.standard_error[index, query])
+            return Entry(int(index), float(column[index]), error)
+
+        return Ranking(
+            query=query % queries,
+            helpful=[entry(index) for index in order[:k] if column[index] < 0],
+            harmful=[entry(index) for index in order[::-1][:k] if column[index] > 0],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the scores as one safetensors file, with everything else in its metadata."""
+        tensors = {"values": np.ascontiguousarray(self.values)}
+        if self.standard_error is not None:
+            tensors["standard_error"] = np.ascontiguousarray(self.standard_error)
+        about = {
+            "format": FORMAT,
+            "method": self.method,
+            "sign": "negative = helps",
+            "normalized": self.normalized,
+            "scale": self.scale,
+            "degrees_of_freedom": self.degrees_of_freedom,
+            "provenance": dict(self.provenance),
+        }
+        safetensors.numpy.save_file(tensors, path, metadata={"jostle.scores": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scores:
+        """Read what `save` wrote."""
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if "jostle.scores" not in metadata:
+                raise InputError("scores", got=f"{path} without Jostle's metadata", expected="a file that save() wrote")
+            about = json.loads(metadata["jostle.scores"])
+            error = file.get_tensor("standard_error") if "standard_error" in file.keys() else None  # noqa: SIM118
+            return cls(
+                values=file.get_tensor("values"),
+                method=about["method"],
+                normalized=about["normalized"],
+                scale=about["scale"],
+                standard_error=error,
+                degrees_of_freedom=about["degrees_of_freedom"],
+                provenance=about["provenance"],
+            )

@@ -1,0 +1,241 @@
+"""The trace store: every observed loss at every draw. Format, writer and reader together, since they change together.
+
+``traces.zarr`` is a Zarr 3 group with one subgroup for each observed set (``train``, ``query``):
+
+===================  ====================================================================================
+``losses``           (chain, draw, sample), or (chain, draw, token) where losses are per token
+``center_losses``    (sample) or (token): the losses at w*
+``offsets``          per token only: sample i owns tokens ``offsets[i]:offsets[i + 1]`` of the flat axis
+``sample``           per token only, (token): which sample a token belongs to
+``position``         per token only, (token): its place in that sample's sequence
+===================  ====================================================================================
+
+and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Dimensions are named, so
+``xarray.open_zarr(path, group="train")`` opens it as it is. Chunks carry a checksum; a draw that was not recorded
+is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import zarr
+import zarr.codecs
+from jaxtyping import Float, Int
+
+from jostle.errors import InputError, JostleError
+
+if TYPE_CHECKING:
+    import xarray
+
+FORMAT = 1
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the last axis of a trace holds: one column a sample, or one a token with offsets that say whose."""
+
+    samples: int
+    offsets: Int[np.ndarray, " samples+1"] | None = None
+    positions: Int[np.ndarray, " tokens"] | None = None
+
+    @property
+    def total(self) -> int:
+        """The number of columns."""
+        return self.samples if self.offsets is None else int(self.offsets[-1])
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a column is a token."""
+        return self.offsets is not None
+
+    def of(self, sample: int) -> slice:
+        """Return the columns of one sample."""
+        if self.offsets is None:
+            return slice(sample, sample + 1)
+        return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+
+
+class Traces:
+    """The traces of one run, on disk."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        try:
+            self._root = zarr.open_group(path, mode="r+" if writable else "r", zarr_format=3)
+        except (FileNotFoundError, ValueError, OSError) as error:
+            raise InputError(
+                "traces", got=f"nothing readable at {path}", expected="a traces.zarr made by Jostle"
+            ) from error
+        if self._root.attrs.get("format") != FORMAT:
+            raise InputError(
+                "traces",
+                got=f"format {self._root.attrs.get('format')} at {path}",
+                expected=f"format {FORMAT}",
+                fix="read it with the version of Jostle that wrote it",
+            )
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        chains: int,
+        steps: Sequence[int],
+        dtype: np.dtype,
+        sets: Mapping[str, Columns],
+        observables: Mapping[str, int],
+    ) -> Traces:
+        """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``."""
+        root = zarr.create_group(path, zarr_format=3, attributes={"format": FORMAT})
+        for name, columns in sets.items():
+            group = root.create_group(name)
+            axis = "token" if columns.per_token else "sample"
+            coordinates = {"chain": np.arange(chains), "step": np.asarray(steps)}
+            _create(group, "chain", coordinates["chain"], ("chain",))
+            _create(group, "step", coordinates["step"], ("draw",))
+            extra = ["step"]
+            if columns.offsets is not None:
+                assert columns.positions is not None
+                owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+                _create(group, "offsets", columns.offsets, ("boundary",))
+                _create(group, "sample", owner, ("token",))
+                _create(group, "position", columns.positions, ("token",))
+                extra += ["sample", "position"]
+            empty = np.full(columns.total, np.nan, dtype)
+            _create(group, "center_losses", empty, (axis,))
+            _create_trace(group, "losses", (chains, len(steps), columns.total), dtype, axis, extra)
+        if observables:
+            group = root.create_group("observables")
+            for name, size in observables.items():
+                _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
+        return cls(path, writable=True)
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The observed sets."""
+        return tuple(name for name in ("train", "query") if name in self._root)
+
+    @property
+    def observables(self) -> tuple[str, ...]:
+        """The names of the other observables."""
+        if "observables" not in self._root:
+            return ()
+        return tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
+
+    def columns(self, name: str) -> Columns:
+        """Return what the columns of a set are."""
+        group = cast(zarr.Group, self._root[name])
+        if "offsets" not in group:
+            return Columns(self.losses(name).shape[2])
+        offsets, positions = self._read(f"{name}/offsets"), self._read(f"{name}/position")
+        return Columns(len(offsets) - 1, offsets, positions)
+
+    def losses(self, name: str) -> zarr.Array:
+        """Return the losses of a set, (chain, draw, column); read it by slicing."""
+        return cast(zarr.Array, self._root[f"{name}/losses"])
+
+    def observable(self, name: str) -> zarr.Array:
+        """Return the values of another observable, (chain, draw, component)."""
+        if name not in self.observables:
+            raise InputError("observable", got=repr(name), expected=f"one of {list(self.observables)}")
+        return cast(zarr.Array, self._root[f"observables/{name}"])
+
+    def center_losses(self, name: str) -> Float[np.ndarray, " column"]:
+        """Return the losses at w*."""
+        return self._read(f"{name}/center_losses")
+
+    def record_center(self, name: str, losses: Float[np.ndarray, " column"]) -> None:
+        """Store the losses at w*."""
+        cast(zarr.Array, self._root[f"{name}/center_losses"])[:] = losses
+
+    def record(self, name: str, chain: int, first_draw: int, values: Float[np.ndarray, "draw column"]) -> None:
+        """Store consecutive draws of one chain; ``name`` is a set, or ``observables/NAME``."""
+        array = self.losses(name) if name in self.sets else cast(zarr.Array, self._root[name])
+        array[chain, first_draw : first_draw + len(values)] = values
+
+    def to_xarray(self, name: str) -> xarray.Dataset:
+        """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
+        import xarray
+
+        columns, losses = self.columns(name), np.asarray(self.losses(name)[:])
+        coordinates = {"chain": np.arange(losses.shape[0]), "step": ("draw", self._read(f"{name}/step"))}
+        if columns.offsets is None:
+            return xarray.Dataset(
+                {
+                    "losses": (("chain", "draw", "sample"), losses),
+                    "center_losses": ("sample", self.center_losses(name)),
+                },
+                coordinates,
+            )
+        assert columns.positions is not None
+        owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+        width = int(columns.positions.max()) + 1
+        padded = np.full((*losses.shape[:2], columns.samples, width), np.nan, losses.dtype)
+        padded[:, :, owner, columns.positions] = losses
+        center = np.full((columns.samples, width), np.nan, losses.dtype)
+        center[owner, columns.positions] = self.center_losses(name)
+        return xarray.Dataset(
+            {
+                "losses": (("chain", "draw", "sample", "token"), padded),
+                "center_losses": (("sample", "token"), center),
+            },
+            coordinates,
+        )
+
+    def _read(self, path: str) -> np.ndarray:
+        return np.asarray(cast(zarr.Array, self._root[path])[:])
+
+
+class SequenceLosses:
+    """Per-token losses seen as one number a sequence, read lazily: (chain, draw, sample).
+
+    ``mean`` averages a sequence's tokens and ``sum`` adds them up (the paper's ℓᵢ).
+    """
+
+    def __init__(self, tokens: Any, columns: Columns, reduction: str) -> None:
+        assert columns.offsets is not None
+        self._tokens, self._offsets, self._reduction = tokens, columns.offsets, reduction
+        self.shape = (*tokens.shape[:2], columns.samples)
+        self.dtype = tokens.dtype
+
+    def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw sample"]:
+        chains, draws, samples = index
+        start, stop, _ = samples.indices(self.shape[2])
+        offsets = self._offsets[start : stop + 1]
+        tokens = np.asarray(self._tokens[chains, draws, int(offsets[0]) : int(offsets[-1])])
+        values = np.add.reduceat(tokens, offsets[:-1] - offsets[0], axis=2, dtype=np.float64)
+        if self._reduction == "mean":
+            values /= np.diff(offsets)
+        return values.astype(self.dtype)
+
+
+def _create(group: zarr.Group, name: str, values: np.ndarray, dimensions: tuple[str, ...]) -> None:
+    group.create_array(name, data=np.asarray(values), dimension_names=dimensions)
+
+
+def _create_trace(
+    group: zarr.Group, name: str, shape: tuple[int, int, int], dtype: np.dtype, axis: str, coordinates: list[str]
+) -> None:
+    columns = min(shape[2], CHUNK_BYTES // dtype.itemsize)
+    draws = max(1, min(shape[1], CHUNK_BYTES // (columns * dtype.itemsize)))
+    array = group.create_array(
+        name,
+        shape=shape,
+        dtype=dtype,
+        chunks=(1, draws, columns),
+        fill_value=np.nan,
+        # Losses are noise to a compressor; a checksum is what a chunk needs.
+        compressors=zarr.codecs.Crc32cCodec(),
+        dimension_names=("chain", "draw", axis),
+    )
+    if coordinates:
+        array.attrs["coordinates"] = " ".join(coordinates)
+
+
+class DamagedTraceError(JostleError, RuntimeError):
+    """A chunk on disk does not match its checksum."""
