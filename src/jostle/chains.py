@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
@@ -94,14 +94,10 @@ class Dynamics:
                 randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n)
                 for chain in group.chains
             ]
-            gradient = self.model.mean_loss_gradient(
-                self._potential_loss, group.weights, self._sampling_data, batches
-            )
+            gradient = self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
         else:
             gradient = torch.zeros_like(group.weights)
-        noise = randomness.noise(
-            config.seed, group.chains, group.step, self.model.moving, group.weights.device
-        )
+        noise = randomness.noise(config.seed, group.chains, group.step, self.model.moving, group.weights.device)
         group.weights, group.statistics = config.sampler.step(
             group.weights,
             gradient,
@@ -128,8 +124,8 @@ class Recorder(Protocol):
         """The chains that need not be looked at again."""
         ...
 
-    def record(self, chain: int, draw: int, values: dict[str, Tensor]) -> None:
-        """Take in one draw of one chain."""
+    def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
+        """Take in one draw of each of these chains."""
         ...
 
     def flush(self) -> None:
@@ -158,26 +154,30 @@ class TraceRecorder:
 
     def __init__(self, traces: Traces, *, buffer_bytes: int = 64 << 20) -> None:
         self._traces, self._buffer_bytes, self._held = traces, buffer_bytes, 0
-        self._pending: dict[tuple[str, int], tuple[int, list[np.ndarray]]] = {}
+        self._chains: list[int] = []
+        self._first = 0
+        self._pending: dict[str, list[np.ndarray]] = {}
 
     @property
     def finished(self) -> list[int]:
         """None: a chain's own checkpoint says that it has reached its last draw."""
         return []
 
-    def record(self, chain: int, draw: int, values: dict[str, Tensor]) -> None:
+    def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
         """Buffer one draw."""
+        if chains != self._chains or self._held > self._buffer_bytes:
+            self.flush()
+        if not self._pending:
+            self._chains, self._first = list(chains), draw
         for name, value in values.items():
             array = value.cpu().numpy()
-            self._pending.setdefault((name, chain), (draw, []))[1].append(array)
+            self._pending.setdefault(name, []).append(array)
             self._held += array.nbytes
-        if self._held > self._buffer_bytes:
-            self.flush()
 
     def flush(self) -> None:
         """Write what is buffered."""
-        for (name, chain), (first, rows) in self._pending.items():
-            self._traces.record(name, chain, first, np.stack(rows))
+        for name, draws in self._pending.items():
+            self._traces.record(name, self._chains, self._first, np.stack(draws, axis=1))
         self._pending.clear()
         self._held = 0
 
@@ -214,10 +214,13 @@ class CovarianceRecorder:
         """The chains that are in the sums."""
         return self._finished
 
-    def record(self, chain: int, draw: int, values: dict[str, Tensor]) -> None:
-        """Add one draw to the chain's sums."""
-        train, query = (_sequence_means(values[name].cpu(), self._columns[name]) for name in ("train", "query"))
-        self._stream.update(chain, train, query)
+    def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
+        """Add one draw to each chain's sums."""
+        for row, chain in enumerate(chains):
+            train, query = (
+                _sequence_means(values[name][row].cpu(), self._columns[name]) for name in ("train", "query")
+            )
+            self._stream.update(chain, train, query)
 
     def flush(self) -> None:
         """Do nothing: a chain's sums are in its checkpoint, the total is written when a chain ends."""
@@ -294,12 +297,13 @@ class Checkpoints:
         for chain, tensors in zip(chains, stored, strict=True):
             prefix = "recorder/"
             recorder.restore(
-                chain, {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
+                chain,
+                {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)},
             )
         return group
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, object]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
     """Write a safetensors file so that a crash leaves the old one or the new one."""
     temporary = path.with_suffix(".partial")
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -309,13 +313,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, ob
     os.replace(temporary, path)
 
 
-def read_metadata(path: Path) -> dict[str, object]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Return what `write_tensors` was told about its tensors."""
     with safetensors.safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()["jostle"])
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_tensors` wrote."""
     return safetensors.torch.load_file(path), read_metadata(path)
 
@@ -361,14 +365,14 @@ def run_chains(
             if group.step >= config.burn_in and between == 0:
                 seen = dynamics.observe(group)
                 healthy = _healthy(group, seen)
-                failures += _fail(group, healthy, recorder)
-                for row in healthy:
-                    recorder.record(group.chains[row], draw, {name: value[row] for name, value in seen.items()})
                 if len(healthy) < len(group.chains):
+                    failures += _fail(group, healthy, recorder)
                     group.select(healthy)
+                    seen = {name: value[healthy] for name, value in seen.items()}
                 if not group.chains:
                     break
-                mean_loss = seen["train"][healthy].mean().item()
+                recorder.record(group.chains, draw, seen)
+                mean_loss = seen["train"].mean().item()
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
                     break

@@ -6,6 +6,7 @@ Everything here takes arrays of shape (chain, draw, column) that can be sliced: 
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -92,9 +93,7 @@ def covariance(
     """
     kept = np.arange(left.shape[0]) if chains is None else np.asarray(chains)
     if left.shape[:2] != right.shape[:2]:
-        raise InputError(
-            "traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes"
-        )
+        raise InputError("traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes")
     draws = left.shape[1]
     groups = len(kept) if centering == "within" else 1
     if len(kept) * draws - groups < 1:
@@ -106,8 +105,10 @@ def covariance(
         )
     batches = None
     if standard_error:
-        length = batch_length or _batch_length(left, right, kept)
-        batches = _Batches(len(kept), draws, length, centering)
+        if batch_length is None:
+            first_blocks = (next(_column_blocks(trace, kept, PROBED_SERIES * 64))[1] for trace in (left, right))
+            batch_length = _batch_length(*first_blocks)
+        batches = _Batches(len(kept), draws, batch_length, centering)
     n, q = left.shape[2], right.shape[2]
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
@@ -185,13 +186,11 @@ class _Batches:
             per_chain = min(2, draws)
         edges = np.linspace(0, draws, per_chain + 1).round().astype(int)
         self._slices = [
-            (chain, slice(start, stop))
-            for chain in range(chains)
-            for start, stop in zip(edges[:-1], edges[1:], strict=True)
+            (chain, slice(start, stop)) for chain in range(chains) for start, stop in itertools.pairwise(edges)
         ]
         self._chains, self._draws, self._within = chains, draws, centering == "within"
         self.count = len(self._slices)
-        if self.count < FEWEST_BATCHES or draws // per_chain < length and per_chain > 1:
+        if self.count < FEWEST_BATCHES or (draws // per_chain < length and per_chain > 1):
             warnings.warn(
                 f"the standard error rests on {self.count} batches of {draws // per_chain} draws, for an "
                 f"autocorrelation that asks for {length}; raise draws, thin or chains",
@@ -233,36 +232,36 @@ class _Batches:
         return variance.clamp(min=0).sqrt()
 
 
-def _batch_length(left: Trace, right: Trace, chains: np.ndarray) -> int:
-    """Several autocorrelation times of the slowest losses and of the products that a covariance averages."""
+def _batch_length(left: Tensor, right: Tensor) -> int:
+    """Several autocorrelation times of the slower losses, and of the products that a covariance averages."""
     draws = left.shape[1]
-    if draws < 8:
-        return draws
-    a, b = (_spread_columns(trace, chains) for trace in (left, right))
+    a, b = (spread_columns(block) for block in (left, right))
     pairs = min(a.shape[2], b.shape[2])
     products = a[:, :, :pairs] * b[:, :, :pairs]
-    times = [autocorrelation_time(series) for series in (a, b, products)]
-    return math.ceil(AUTOCORRELATION_TIMES * max(times))
+    longest = max(autocorrelation_time(series) for series in (a, b, products))
+    return min(draws, math.ceil(AUTOCORRELATION_TIMES * longest))
 
 
-def _spread_columns(trace: Trace, chains: np.ndarray) -> np.ndarray:
-    picked = np.unique(np.linspace(0, trace.shape[2] - 1, PROBED_SERIES).astype(int))
-    values = np.concatenate([np.asarray(trace[:, :, slice(i, i + 1)]) for i in picked.tolist()], axis=2)[chains]
-    values = values.astype(np.float64)
-    return values - values.mean((0, 1))
+def spread_columns(block: Float[Tensor, "chain draw column"]) -> Float[np.ndarray, "chain draw column"]:
+    """Some columns, evenly spaced, centred in each chain."""
+    picked = np.unique(np.linspace(0, block.shape[2] - 1, PROBED_SERIES).astype(int))
+    values = block[:, :, picked].double()
+    return (values - values.mean(1, keepdim=True)).numpy()
 
 
 def autocorrelation_time(series: Float[np.ndarray, "chain draw column"]) -> float:
-    """Draws for each effective one, of the slower series (their upper quartile); at least 1."""
-    from arviz_stats.base import array_stats
+    """Draws for each effective one, of the slower series (their upper quartile); at least 1.
 
-    moving = series[:, :, series.std((0, 1)) > 0]
-    if moving.shape[2] == 0:
+    Every chain is centred at its own mean first: that chains disagree is for diagnostics to say.
+    """
+    from arviz_stats.base.array import array_stats
+
+    centered = series - series.mean(1, keepdims=True)
+    moving = centered[:, :, centered.std((0, 1)) > 0]
+    if series.shape[1] < 4 or moving.shape[2] == 0:
         return 1.0
-    # Chains are judged one by one: that they disagree is for diagnostics to say, not for a batch length.
-    per_chain = np.moveaxis(moving, 1, 0).reshape(1, moving.shape[1], -1)
-    effective = array_stats.ess(per_chain, chain_axis=0, draw_axis=1, method="mean")
-    times = series.shape[1] / np.asarray(effective)
+    effective = array_stats.ess(moving, chain_axis=0, draw_axis=1, method="mean")
+    times = series.shape[0] * series.shape[1] / np.asarray(effective)
     times = times[np.isfinite(times)]
     return max(1.0, float(np.quantile(times, 0.75))) if len(times) else 1.0
 
@@ -283,7 +282,10 @@ class StreamingCovariance:
 
     def _zeros(self) -> dict[str, Tensor]:
         left, right = self._centers
-        zeros = {"products": left.new_zeros(len(left), len(right)), "draws": torch.zeros((), dtype=torch.float64)}
+        zeros = {
+            "products": left.new_zeros(len(left), len(right)),
+            "draws": torch.zeros((), dtype=torch.float64),
+        }
         for side, center in (("left", left), ("right", right)):
             for moment in ("sum", "squares"):
                 zeros[f"{side}_{moment}"] = torch.zeros_like(center, dtype=torch.float64)
@@ -344,8 +346,7 @@ def covariance_from_sums(
     else:
         products = sums["products"] - sums["between"]
     squares = {
-        side: sums[f"{side}_squares"]
-        - (sums[f"{side}_sum"].square() / draws if pooled else sums[f"{side}_between"])
+        side: sums[f"{side}_squares"] - (sums[f"{side}_sum"].square() / draws if pooled else sums[f"{side}_between"])
         for side in ("left", "right")
     }
     if normalize:

@@ -136,7 +136,7 @@ class Observer:
             if self._batches is not None:
                 self._batches = [*self._batches, batch] if kept <= KEPT_BATCHES else None
         self.center_losses: Float[Tensor, " column"] = torch.cat(losses)
-        if values.ndim == 1:
+        if self._entries[0] is None:
             self.columns = Columns(len(data))
         else:
             offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
@@ -246,9 +246,7 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
 
 
 def _tolerance(model: FunctionalModel) -> float:
-    coarsest = max(
-        torch.finfo(value.dtype).eps for value in model.model.parameters() if value.is_floating_point()
-    )
+    coarsest = max(torch.finfo(value.dtype).eps for value in model.model.parameters() if value.is_floating_point())
     return min(0.1, 1000 * coarsest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ class Posterior:
         prior_precision: λ, the precision of an optional Gaussian prior centred at 0.
 
     Reference: Kreer et al., *Bayesian Influence Functions for Hessian-Free Data Attribution*, section 2.3.
-    """  # noqa: D400, D415 - the first line runs into its equation
+    """
 
     n_beta: float
     localization: float
@@ -88,6 +89,10 @@ class MovingWeights:
         self.shapes = tuple(parameter.shape for parameter in parameters.values())
         self.sizes = tuple(parameter.numel() for parameter in parameters.values())
         self.total = sum(self.sizes)
+        ends = list(itertools.accumulate(self.sizes))
+        self.slices = {
+            name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)
+        }
         self._dtypes = tuple(parameter.dtype for parameter in parameters.values())
         self.dtype = torch.float32
         for dtype in self._dtypes:

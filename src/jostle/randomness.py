@@ -9,7 +9,7 @@ counters, so the two kinds of device draw different noise from one seed.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,38 +19,56 @@ from torch import Tensor
 from jostle.posterior import MovingWeights
 
 
-@lru_cache(maxsize=None)
+@cache
 def _stream(name: str) -> int:
     """A 64-bit number for a name; unlike Python's hash, the same in every process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
-def _generator(seed: int, stream: str, chain: int, step: int) -> np.random.Generator:
-    # The first counter word counts the numbers drawn; chain and step sit in words it never reaches.
-    return np.random.Generator(
-        np.random.Philox(key=[seed % 2**64, _stream(stream)], counter=[0, 0, chain, step])
-    )
+class _Counter:
+    """A generator that is put at (seed, stream, chain, step), at a small part of the cost of making a new one."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed % 2**64
+        self._bits = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+
+    def at(self, stream: str, chain: int, step: int) -> np.random.Generator:
+        # The first two counter words count the numbers drawn; chain and step sit in words these never reach.
+        counter = np.array([0, 0, chain, step], np.uint64)
+        key = np.array([self._seed, _stream(stream)], np.uint64)
+        self._bits.state = {
+            "bit_generator": "Philox",
+            "state": {"counter": counter, "key": key},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator
 
 
 def minibatch(seed: int, chain: int, step: int, *, size: int, of: int) -> np.ndarray:
     """Return the indices of one minibatch, drawn without replacement; all of them, in order, where it is whole."""
     if size >= of:
         return np.arange(of)
-    return _generator(seed, "minibatch", chain, step).choice(of, size, replace=False, shuffle=False)
+    return _Counter(seed).at("minibatch", chain, step).choice(of, size, replace=False, shuffle=False)
 
 
 def noise(
     seed: int, chains: list[int], step: int, moving: MovingWeights, device: torch.device
 ) -> Float[Tensor, "chain weight"]:
     """Return standard normal numbers for one step of these chains."""
+    if device.type == "cpu":
+        values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
+        counter = _Counter(seed)
+        for row, chain in zip(values, chains, strict=True):
+            for name, part in moving.slices.items():
+                counter.at(f"noise/{name}", chain, step).standard_normal(out=row[part], dtype=row.dtype)
+        return torch.from_numpy(values)
     out = torch.empty(len(chains), moving.total, dtype=moving.dtype, device=device)
     for row, chain in zip(out, chains, strict=True):
-        for part, name in zip(row.split(moving.sizes), moving.names, strict=True):
-            if device.type == "cpu":
-                generator = _generator(seed, name, chain, step)
-                generator.standard_normal(out=part.numpy(), dtype=part.numpy().dtype)
-            else:
-                counters = f"{seed}/{chain}/{step}/{name}"
-                own = torch.Generator(device).manual_seed(_stream.__wrapped__(counters) % 2**63)
-                part.normal_(generator=own)
+        for name, part in moving.slices.items():
+            own = _stream.__wrapped__(f"{seed}/{chain}/{step}/noise/{name}")
+            row[part].normal_(generator=torch.Generator(device).manual_seed(own % 2**63))
     return out

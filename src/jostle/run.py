@@ -38,7 +38,13 @@ from jostle.chains import (
 from jostle.config import Config, Keep, describe
 from jostle.data import Collate, Data, fingerprint_tensors
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
-from jostle.estimate import Centering, covariance, covariance_from_sums
+from jostle.estimate import (
+    Centering,
+    autocorrelation_time,
+    covariance,
+    covariance_from_sums,
+    spread_columns,
+)
 from jostle.functional import (
     FunctionalModel,
     Observable,
@@ -263,7 +269,10 @@ class Run:
         """The recorded losses."""
         if self.config["keep"] != "traces":
             raise InputError(
-                "run", got="keep='covariance'", expected="a run that kept its traces", fix="sample with keep='traces'"
+                "run",
+                got="keep='covariance'",
+                expected="a run that kept its traces",
+                fix="sample with keep='traces'",
             )
         return Traces(self.directory / "traces.zarr")
 
@@ -346,22 +355,15 @@ class Run:
 
     def diagnostics(self) -> dict[str, Any]:
         """Return what a user should know before trusting the scores."""
-        traces, kept = self.traces, self._healthy_chains()
-        losses = self._sequence_losses("train", "mean")
-        center = traces.center_losses("train").mean()
-        by_chain = np.stack([np.asarray(losses[:, :, :])[chain].mean(1) for chain in kept])
-        from jostle.estimate import autocorrelation_time
-
-        spread = np.unique(np.linspace(0, losses.shape[2] - 1, 64).astype(int))
-        sample = np.stack([np.asarray(losses[:, :, slice(i, i + 1)])[kept, :, 0] for i in spread.tolist()], axis=2)
-        tau = autocorrelation_time(sample.astype(np.float64))
+        losses = np.asarray(self._sequence_losses("train", "mean")[:, :, :])[self._healthy_chains()]
+        time_constant = autocorrelation_time(spread_columns(torch.from_numpy(losses)))
         return {
             "failed_chains": self.manifest["failed_chains"],
             "remarks": self.manifest["remarks"],
-            "mean_loss_at_center": float(center),
-            "mean_loss": float(by_chain.mean()),
-            "autocorrelation_time": tau,
-            "effective_draws": by_chain.size / tau,
+            "mean_loss_at_center": float(self.traces.center_losses("train").mean()),
+            "mean_loss": float(losses.mean()),
+            "autocorrelation_time": time_constant,
+            "effective_draws": losses.shape[0] * losses.shape[1] / time_constant,
         }
 
     def say(self) -> None:
@@ -418,9 +420,7 @@ def _require_positive_sizes(**sizes: int | None) -> None:
             raise InputError(name, got=repr(size), expected="a positive whole number")
 
 
-def _chains_at_once(
-    model: FunctionalModel, loss: Loss, data: Data, chains: int, wanted: int | None
-) -> int:
+def _chains_at_once(model: FunctionalModel, loss: Loss, data: Data, chains: int, wanted: int | None) -> int:
     """How many chains move side by side: as asked, or as many as are small enough and can."""
     fitting = max(1, SIDE_BY_SIDE_WEIGHTS // model.moving.total)
     at_once = min(chains, fitting if wanted is None else wanted)
@@ -461,7 +461,9 @@ def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, A
         return None
     if not (directory / "manifest.json").is_file():
         raise InputError(
-            "out", got=f"{directory}, which exists and holds something else", expected="a new or empty directory"
+            "out",
+            got=f"{directory}, which exists and holds something else",
+            expected="a new or empty directory",
         )
     manifest = _read_manifest(directory)
     for name, ours in fingerprints.items():
@@ -499,7 +501,11 @@ def _new_manifest(
         "jostle": __version__,
         "status": "sampling",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
         "platform": platform.platform(),
         "device": str(moving.center.device),
         "fingerprints": fingerprints,
@@ -587,15 +593,19 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _bar(
-    show: bool, config: Config, observers: Mapping[str, Observer]
-) -> Iterator[Callable[[Progress], None]]:
+def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
     """A progress bar with the mean training loss, beside its value at w*."""
     if not show:
         yield lambda progress: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as RichProgress
 
     center: Float = float(observers["train"].center_losses.mean())

@@ -67,7 +67,7 @@ class SGLD:
     Its stationary covariance on a quadratic potential with Hessian A and exact gradients is [A(I − εA/4)]⁻¹.
 
     Reference: Welling and Teh, *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, 2011.
-    """  # noqa: D400, D415 - the first line runs into its equation
+    """
 
     step_size: float
 
@@ -120,7 +120,7 @@ class RMSpropSGLD:
         freeze_after_burn_in: hold G fixed from the first draw on.
 
     Reference: Li et al., *Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks*, 2016.
-    """  # noqa: D400, D415 - the first line runs into its equation
+    """
 
     step_size: float
     smoothing: float = 0.99

@@ -27,7 +27,7 @@ import zarr
 import zarr.codecs
 from jaxtyping import Float, Int
 
-from jostle.errors import InputError, JostleError
+from jostle.errors import InputError
 
 if TYPE_CHECKING:
     import xarray
@@ -153,10 +153,21 @@ class Traces:
         """Store the losses at w*."""
         cast(zarr.Array, self._root[f"{name}/center_losses"])[:] = losses
 
-    def record(self, name: str, chain: int, first_draw: int, values: Float[np.ndarray, "draw column"]) -> None:
-        """Store consecutive draws of one chain; ``name`` is a set, or ``observables/NAME``."""
+    def record(
+        self,
+        name: str,
+        chains: Sequence[int],
+        first_draw: int,
+        values: Float[np.ndarray, "chain draw column"],
+    ) -> None:
+        """Store consecutive draws of some chains; ``name`` is a set, or ``observables/NAME``."""
         array = self.losses(name) if name in self.sets else cast(zarr.Array, self._root[name])
-        array[chain, first_draw : first_draw + len(values)] = values
+        draws = slice(first_draw, first_draw + values.shape[1])
+        if list(chains) == list(range(chains[0], chains[-1] + 1)):
+            array[chains[0] : chains[-1] + 1, draws] = values
+            return
+        for chain, rows in zip(chains, values, strict=True):
+            array[chain, draws] = rows
 
     def to_xarray(self, name: str) -> xarray.Dataset:
         """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
@@ -219,7 +230,12 @@ def _create(group: zarr.Group, name: str, values: np.ndarray, dimensions: tuple[
 
 
 def _create_trace(
-    group: zarr.Group, name: str, shape: tuple[int, int, int], dtype: np.dtype, axis: str, coordinates: list[str]
+    group: zarr.Group,
+    name: str,
+    shape: tuple[int, int, int],
+    dtype: np.dtype,
+    axis: str,
+    coordinates: list[str],
 ) -> None:
     columns = min(shape[2], CHUNK_BYTES // dtype.itemsize)
     draws = max(1, min(shape[1], CHUNK_BYTES // (columns * dtype.itemsize)))
@@ -235,7 +251,3 @@ def _create_trace(
     )
     if coordinates:
         array.attrs["coordinates"] = " ".join(coordinates)
-
-
-class DamagedTraceError(JostleError, RuntimeError):
-    """A chunk on disk does not match its checksum."""
