@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from jostle.errors import InputError
 from jostle.posterior import Posterior
@@ -52,16 +55,21 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        posterior = {field.name: getattr(self.posterior, field.name) for field in dataclasses.fields(self.posterior)}
-        posterior["weights"] = _describe_selection(posterior["weights"])
-        sampler = {"name": type(self.sampler).__name__, **vars(self.sampler)}
-        return plain | {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
+        posterior = _fields(self.posterior)
+        posterior["weights"] = _describe_selection(self.posterior.weights)
+        sampler = {"name": type(self.sampler).__name__, **_fields(self.sampler)}
+        return _fields(self) | {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
 
     def fingerprint(self) -> str:
         """Return a hash of the configuration."""
         text = json.dumps(self.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fields(settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass, with NumPy's numbers as Python's, which YAML can write."""
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
 
 
 def describe(function: Any) -> str:
@@ -82,6 +90,6 @@ def _describe_selection(selection: Any) -> Any:
 
 
 def _require_whole(name: str, value: Any, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
         expected = "a positive whole number" if at_least else "a whole number that is not negative"
         raise InputError(name, got=repr(value), expected=expected)

@@ -51,18 +51,22 @@ class FunctionalModel:
             return vmap(lambda flat: self._call(function, flat, *inputs))(weights)
         return torch.stack([self._call(function, flat, *inputs) for flat in weights])
 
+    def sample_losses(self, loss: Loss, flat: Float[Tensor, " weight"], batch: Batch) -> Float[Tensor, " sample"]:
+        """Return one differentiable loss a sample at one chain's weights; a sequence's is the mean of its tokens'."""
+        losses = self._call(loss, flat, batch)
+        if losses.ndim == 1:
+            return losses
+        mask = token_mask(loss, batch)
+        real = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
+        return torch.where(real, losses, 0).sum(1) / real.sum(1)
+
     def mean_loss_gradient(
         self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
     ) -> Float[Tensor, "chain weight"]:
         """Return the gradient of each chain's minibatch loss: each sequence's token mean, then the batch's mean."""
 
         def mean_loss(flat: Tensor, batch: Batch) -> Tensor:
-            losses = self._call(loss, flat, batch)
-            mask = token_mask(loss, batch)
-            if losses.ndim == 2:
-                real = torch.ones_like(losses) if mask is None else mask.to(losses.dtype)
-                losses = torch.where(real > 0, losses, 0).sum(1) / real.sum(1)
-            return losses.mean()
+            return self.sample_losses(loss, flat, batch).mean()
 
         whole = len(indices[0]) == len(data)
         if not self.side_by_side:

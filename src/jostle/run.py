@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -118,7 +119,7 @@ def attribute(
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
             observing every example: raise this before ``draws``.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
-        out: the directory of the run. Default: a temporary one that goes with the returned `Run`.
+        out: the directory of the run. Default: a temporary one that goes with the process.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
             memory that does not grow with draws; per-token losses are averaged over their sequence).
@@ -192,7 +193,7 @@ def attribute(
         }
         log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
 
-        directory, temporary = _directory(out)
+        directory = _directory(out)
         manifest = _open_manifest(directory, fingerprints)
         if manifest is None:
             manifest = _new_manifest(config, fingerprints, moving, len(drawn_from))
@@ -223,7 +224,7 @@ def attribute(
             manifest["sampling_seconds"] = manifest.get("sampling_seconds", 0.0) + time.monotonic() - started
             _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
             shutil.rmtree(directory / "state", ignore_errors=True)
-    run = Run(directory, temporary=temporary)
+    run = Run(directory)
     run.say()
     return run
 
@@ -248,9 +249,8 @@ class Run:
     (or ``covariance.safetensors``). Sampling is the expensive part and is done; every method here is a view.
     """
 
-    def __init__(self, directory: Path, *, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._temporary = temporary  # lives, with its files, as long as this object
         self.manifest = _read_manifest(directory)
         self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
 
@@ -448,11 +448,13 @@ def _observable_size(name: str, value: torch.Tensor) -> int:
     return len(value)
 
 
-def _directory(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+def _directory(out: str | Path | None) -> Path:
+    """Where the run goes; a temporary directory is kept to the end of the process, since arrays are read lazily."""
     if out is not None:
-        return Path(out), None
-    temporary = tempfile.TemporaryDirectory(prefix="jostle-")
-    return Path(temporary.name), temporary
+        return Path(out)
+    temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
 
 
 def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, Any] | None:
