@@ -1,0 +1,216 @@
+"""Estimators against textbook sums, and their errors against many repetitions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import reference
+import scipy.stats
+import torch
+
+import jostle
+from jostle import estimate
+from jostle.errors import EstimateWarning
+from jostle.traces import Columns, SequenceLosses
+
+
+def traces(chains: int = 3, draws: int = 40, left: int = 7, right: int = 5, dtype: type = np.float64):
+    generator = np.random.default_rng(0)
+    common = generator.normal(size=(chains, draws, 1))
+    offset = generator.normal(size=(chains, 1, 1))  # chains that do not agree
+    return tuple(
+        (5 + offset + common * generator.normal(size=n) + 0.3 * generator.normal(size=(chains, draws, n))).astype(dtype)
+        for n in (left, right)
+    )
+
+
+@pytest.mark.parametrize("centering", ["pooled", "within"])
+@pytest.mark.parametrize("buffer_bytes", [1, 20_000, 1 << 28], ids=["a column at a time", "blocks", "one block"])
+def test_covariance_and_correlation(centering: estimate.Centering, buffer_bytes: int) -> None:
+    left, right = traces()
+    within = centering == "within"
+    expected = reference.covariance(left, right, within=within)
+    options = {"centering": centering, "buffer_bytes": buffer_bytes}
+    result = estimate.covariance(left, right, **options)
+    np.testing.assert_allclose(result.values, expected, rtol=1e-10)
+    deviations = [np.sqrt(np.diag(reference.covariance(x, x, within=within))) for x in (left, right)]
+    correlation = estimate.covariance(left, right, normalize=True, **options)
+    np.testing.assert_allclose(correlation.values, expected / np.outer(*deviations), rtol=1e-10)
+    # The offsets between chains are a real part of the pooled covariance, and none of the one within.
+    total = reference.covariance(left, left) * (3 * 40 - 1)
+    inside = reference.covariance(left, left, within=True) * (3 * 39)
+    assert result.between_chain_share == pytest.approx(np.mean(1 - np.diag(inside) / np.diag(total)), rel=1e-9)
+
+
+@pytest.mark.parametrize("centering", ["pooled", "within"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["covariance", "correlation"])
+@pytest.mark.parametrize("batch_length", [8, 7, 40], ids=["equal batches", "unequal batches", "whole chains"])
+def test_jackknife_by_leaving_out_each_batch(
+    centering: estimate.Centering, normalize: bool, batch_length: int
+) -> None:
+    """The blocked jackknife against one that really deletes draws and estimates again (Busing et al.'s formula)."""
+    left, right = traces(chains=9)
+    options = {"centering": centering, "normalize": normalize}
+    fast = estimate.covariance(left, right, standard_error=True, batch_length=batch_length, **options)
+
+    def theta(keep: np.ndarray) -> np.ndarray:
+        a, b = left.copy(), right.copy()
+        groups = [np.ones(9, bool)] if centering == "pooled" else [np.arange(9) == c for c in range(9)]
+        products, squares, count, used = np.zeros((7, 5)), [np.zeros(7), np.zeros(5)], 0, 0
+        for group in groups:
+            mask = keep & group[:, None]
+            if not mask.any():
+                continue
+            x, y = (part[mask] - part[mask].mean(0) for part in (a, b))
+            products += x.T @ y
+            squares[0] += (x**2).sum(0)
+            squares[1] += (y**2).sum(0)
+            count += mask.sum()
+            used += 1
+        return products / np.sqrt(np.outer(*squares)) if normalize else products / (count - used)
+
+    edges = np.linspace(0, 40, 40 // batch_length + 1).round().astype(int)
+    everything = np.ones((9, 40), bool)
+    whole, N = theta(everything), everything.size
+    pseudo, h = [], []
+    for chain in range(9):
+        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            keep = everything.copy()
+            keep[chain, start:stop] = False
+            h.append(N / (stop - start))
+            pseudo.append(h[-1] * whole - (h[-1] - 1) * theta(keep))
+    g = len(h)
+    jackknife = g * whole - sum((1 - 1 / hj) * (hj * whole - p) / (hj - 1) for hj, p in zip(h, pseudo, strict=True))
+    variance = sum((p - jackknife) ** 2 / (hj - 1) for hj, p in zip(h, pseudo, strict=True)) / g
+    assert fast.standard_error is not None
+    np.testing.assert_allclose(fast.standard_error, np.sqrt(variance), rtol=1e-7)
+    assert fast.degrees_of_freedom == g - 1
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["covariance", "correlation"])
+@pytest.mark.parametrize(
+    ("chains", "draws", "memory"), [(4, 1000, 0.0), (4, 1000, 0.8), (40, 60, 0.9)],
+    ids=["independent draws", "autocorrelated draws", "chains shorter than a batch"],
+)  # fmt: skip
+def test_standard_errors_cover_the_truth(normalize: bool, chains: int, draws: int, memory: float) -> None:
+    """95 % intervals of Student's t around estimates from AR(1) chains with a known covariance."""
+    generator = np.random.default_rng(1)
+    pairs, rho = 500, 0.6
+
+    def autoregressive() -> np.ndarray:
+        out = np.empty((chains, draws, pairs))
+        out[:, 0] = generator.normal(size=(chains, pairs))
+        for t in range(1, draws):
+            fresh = generator.normal(size=(chains, pairs))
+            out[:, t] = memory * out[:, t - 1] + np.sqrt(1 - memory**2) * fresh
+        return out
+
+    common, a, b = autoregressive(), autoregressive(), autoregressive()
+    left, right = (np.sqrt(rho) * common + np.sqrt(1 - rho) * own for own in (a, b))
+    result = estimate.covariance(left, right, standard_error=True, normalize=normalize)
+    assert result.standard_error is not None
+    assert result.degrees_of_freedom is not None
+    quantile = scipy.stats.t.ppf(0.975, result.degrees_of_freedom)
+    for truth, entries in ((rho, np.eye(pairs, dtype=bool)), (0.0, ~np.eye(pairs, dtype=bool))):
+        covered = np.abs(result.values - truth)[entries] < quantile * result.standard_error[entries]
+        tolerance = 0.02 + 3 * np.sqrt(0.05 * 0.95 / pairs)
+        assert covered.mean() == pytest.approx(0.95, abs=tolerance)
+
+
+def test_too_few_draws_for_an_error_are_said() -> None:
+    left, right = traces(chains=2, draws=6)
+    with pytest.warns(EstimateWarning, match="2 batches"):
+        estimate.covariance(left, right, standard_error=True, batch_length=6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("centering", ["pooled", "within"])
+def test_streaming_agrees_with_batch(dtype: type, centering: estimate.Centering) -> None:
+    left, right = traces(dtype=dtype, draws=200)
+    a, b = (torch.from_numpy(part) for part in (left, right))
+    stream = estimate.StreamingCovariance(a[0, 0], b[0, 0])
+    for chain in range(3):
+        for draw in range(200):
+            stream.update(chain, a[chain, draw], b[chain, draw])
+    stream.update(7, a[0, 0] * torch.nan, b[0, 0] * torch.nan)
+    stream.drop(7)  # a failed chain leaves no mark
+    for chain in (2, 0, 1):
+        stream.finish(chain)
+    for normalize in (False, True):
+        batch = estimate.covariance(left, right, centering=centering, normalize=normalize)
+        online = stream.estimate(centering=centering, normalize=normalize)
+        tolerance = 1e-10 if dtype is np.float64 else 2e-5
+        np.testing.assert_allclose(online.values, batch.values, rtol=tolerance, atol=tolerance)
+        assert online.between_chain_share == pytest.approx(batch.between_chain_share, rel=1e-4)
+
+
+def test_streaming_is_centred_at_the_losses_of_the_center() -> None:
+    """Losses near 1000 that move by 0.01: in float32, sums of raw losses would lose the covariance altogether."""
+    generator = np.random.default_rng(2)
+    wiggle = generator.normal(size=(1, 500, 1)) * 0.01
+    left = (1000 + wiggle * np.ones(3) + 0.002 * generator.normal(size=(1, 500, 3))).astype(np.float32)
+    trace = torch.from_numpy(left)
+    stream = estimate.StreamingCovariance(torch.full((3,), 1000.0), torch.full((3,), 1000.0))
+    for draw in trace[0]:
+        stream.update(0, draw, draw)
+    stream.finish(0)
+    np.testing.assert_allclose(stream.estimate().values, reference.covariance(left, left), rtol=1e-3)
+
+
+def test_sequence_losses_reduce_tokens() -> None:
+    generator = np.random.default_rng(3)
+    tokens = generator.normal(size=(2, 30, 10))
+    offsets = np.array([0, 3, 4, 10])
+    columns = Columns(3, offsets, np.arange(10))
+    for reduction, function in (("mean", np.mean), ("sum", np.sum)):
+        sequences = SequenceLosses(tokens, columns, reduction)
+        expected = np.stack([function(tokens[..., a:b], axis=2) for a, b in zip(offsets, offsets[1:], strict=False)], 2)
+        np.testing.assert_allclose(sequences[:, :, 0:3], expected)
+        np.testing.assert_allclose(sequences[:, :, 1:2], expected[..., 1:2])
+        # The covariance of means is the mean of the block of token covariances, and that of sums its sum.
+        block = reference.covariance(tokens, tokens)[0:3, 4:10]
+        whole = estimate.covariance(sequences, sequences).values
+        assert whole[0, 2] == pytest.approx(function(block))
+
+
+def test_a_loss_that_never_moves_correlates_with_nothing() -> None:
+    left, right = traces()
+    left[:, :, 2] = 4.0
+    values = estimate.covariance(left, right, normalize=True).values
+    np.testing.assert_array_equal(values[2], 0)
+    assert np.isfinite(values).all()
+
+
+def test_one_draw_is_refused() -> None:
+    left, right = traces(chains=1, draws=1)
+    with pytest.raises(jostle.InputError, match="at least two draws"):
+        estimate.covariance(left, right)
+
+
+MEMORY_SCRIPT = """
+    import resource, sys
+    import numpy as np
+    from jostle import estimate
+    generator = np.random.default_rng(0)
+    left = generator.normal(size=(4, 50, 12_000)).astype(np.float32)
+    right = generator.normal(size=(4, 50, 4_000)).astype(np.float32)
+    out = np.empty((12_000, 4_000), np.float32)
+    out[:] = 0
+    estimate.covariance(left[:, :, :64], right[:, :, :64])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    estimate.covariance(left, right, out=out, buffer_bytes={buffer})
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    np.testing.assert_allclose(out[:5, :5], np.cov(left[..., :5].reshape(200, 5).T, right[..., :5].reshape(200, 5).T)[:5, 5:], rtol=1e-3, atol=1e-4)
+"""
+
+
+def test_blocked_estimate_needs_a_bounded_buffer() -> None:
+    buffer = 24 << 20
+    script = textwrap.dedent(MEMORY_SCRIPT).format(buffer=buffer)
+    grown = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    kilobytes = 1024 if sys.platform == "darwin" else 1
+    assert grown / kilobytes < (buffer >> 10) + 8_000  # beyond the 192 MB of its output

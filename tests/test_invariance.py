@@ -1,0 +1,215 @@
+"""What must not change the numbers does not: batching, order, chains side by side, interruption, blocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jostle
+from jostle.chains import Dynamics, Group
+from jostle.config import Config, describe
+from jostle.data import Data
+from jostle.functional import FunctionalModel
+from jostle.posterior import MovingWeights
+
+
+def convnet(dtype: torch.dtype) -> nn.Module:
+    """A model with BatchNorm and dropout, left in training mode as a careless user would."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3)
+    )  # fmt: skip
+    model[1].running_mean = torch.rand(4)
+    return model.to(dtype).train()
+
+
+def images(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 1, 6, 6, generator=generator, dtype=dtype), torch.arange(count) % 3
+
+
+TRAIN = images(20, torch.float64)
+QUERY = tuple(part[:5] for part in images(30, torch.float64))
+SAMPLERS = {
+    "SGLD": jostle.SGLD(step_size=1e-3),
+    "RMSpropSGLD": jostle.RMSpropSGLD(step_size=1e-4, stabilizer=1e-3),
+}
+
+
+def run(sampler: str = "SGLD", **changes: Any) -> jostle.Run:
+    settings: dict[str, Any] = {
+        "train": TRAIN, "query": QUERY, "sampling_data": TRAIN, "chains": 3, "draws": 5, "burn_in": 3, "thin": 2,
+        "batch_size": 6, "posterior": jostle.Posterior(n_beta=30, localization=100), "progress": False,
+    }  # fmt: skip
+    model = convnet(torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = jostle.attribute(model, sampler=SAMPLERS[sampler], **(settings | changes))
+    # The model comes back as it was given: same weights, same statistics, still in training mode.
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    return result
+
+
+def losses(result: jostle.Run, name: str = "train") -> np.ndarray:
+    return np.asarray(result.traces.losses(name)[:])
+
+
+def assert_same(left: jostle.Run, right: jostle.Run) -> None:
+    for name in ("train", "query"):
+        np.testing.assert_allclose(losses(left, name), losses(right, name), rtol=1e-8)
+    np.testing.assert_allclose(left.influence().values, right.influence().values, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_observation_batch_size(sampler: str) -> None:
+    whole = run(sampler, observation_batch_size=64)
+    assert losses(whole).std(1).min() > 1e-4  # the chain moved
+    for size in (1, 7):
+        assert_same(whole, run(sampler, observation_batch_size=size))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_at_once(sampler: str) -> None:
+    one = run(sampler, chains_at_once=1)
+    for count in (2, 3):
+        assert_same(one, run(sampler, chains_at_once=count))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_chain_does_not_depend_on_how_many_there_are(sampler: str) -> None:
+    three, five = run(sampler), run(sampler, chains=5)
+    np.testing.assert_allclose(losses(three), losses(five)[:3], rtol=1e-8)
+
+
+def test_order_of_observed_data() -> None:
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    straight, shuffled = run(), run(train=tuple(part[order] for part in TRAIN))
+    np.testing.assert_allclose(losses(straight)[:, :, order.numpy()], losses(shuffled), rtol=1e-8)
+    np.testing.assert_allclose(
+        straight.influence().values[order.numpy()], shuffled.influence().values, rtol=1e-8, atol=1e-14
+    )
+
+
+def test_order_of_sampling_data_in_full_batches() -> None:
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    shuffled = tuple(part[order] for part in TRAIN)
+    assert_same(run(batch_size=20), run(batch_size=20, sampling_data=shuffled))
+
+
+def test_thinning_takes_every_other_draw() -> None:
+    fine, coarse = run(thin=1, draws=9), run(thin=2, draws=5)
+    np.testing.assert_array_equal(losses(fine)[:, ::2], losses(coarse))
+    np.testing.assert_array_equal(fine.traces.to_xarray("train").step, np.arange(3, 12))
+
+
+def test_draws_start_at_the_center() -> None:
+    result = run(burn_in=0)
+    np.testing.assert_allclose(losses(result)[:, 0], np.tile(result.traces.center_losses("train"), (3, 1)), rtol=1e-12)
+
+
+def test_seed_changes_the_noise() -> None:
+    assert np.abs(losses(run(seed=0))[:, 1:] - losses(run(seed=1))[:, 1:]).min() > 0
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+@pytest.mark.parametrize("crash_at", [1, 4, 8, 14])
+def test_resumed_after_a_crash(sampler: str, keep: str, crash_at: int, tmp_path: Path) -> None:
+    calls = 0
+
+    def observable(model: nn.Module) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == crash_at + 1:  # the first call is the check at w*
+            raise RuntimeError("power cut")
+        return next(model.parameters()).reshape(-1)[:2]
+
+    settings = {"keep": keep, "chains_at_once": 1, "checkpoint_seconds": 0.0, "observables": {"first": observable}}
+    whole = run(sampler, **(settings | {"observables": {"first": lambda m: next(m.parameters()).reshape(-1)[:2]}}))
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(sampler, out=tmp_path / "run", **settings)
+    with pytest.raises(jostle.InputError, match="not finished"):
+        jostle.load(tmp_path / "run")
+    resumed = run(sampler, out=tmp_path / "run", **settings)
+    assert calls < 15 + 7  # it went on where it stood
+    np.testing.assert_array_equal(resumed.influence().values, whole.influence().values)
+    if keep == "traces":
+        np.testing.assert_array_equal(losses(resumed), losses(whole))
+        np.testing.assert_array_equal(resumed.traces.observable("first")[:], whole.traces.observable("first")[:])
+    assert not list((tmp_path / "run").glob("**/*.partial"))
+    assert not (tmp_path / "run" / "state").exists()
+
+
+SCRIPT = """
+    import sys; sys.path.insert(0, {tests!r})
+    import test_invariance as t, time
+    def slow(model):
+        time.sleep(0.02)
+        return next(model.parameters()).reshape(-1)[:2]
+    print("ready", flush=True)
+    t.run(out={out!r}, draws=100, checkpoint_seconds=0.05, chains_at_once=1, observables={{"first": slow}})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_resumed_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), out=str(out))
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, env=environment)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("state/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode != 0
+    assert list(out.glob("state/*.safetensors"))
+    settings = {"draws": 100, "chains_at_once": 1, "observables": {"first": lambda m: next(m.parameters())[0, 0, 0, :2]}}
+    np.testing.assert_array_equal(losses(run(out=out, **settings)), losses(run(**settings)))
+
+
+def one_step(side_by_side: bool, sampler: str) -> Tensor:
+    model = convnet(torch.float32).eval()
+    moving = MovingWeights(model, "all")
+    functional = FunctionalModel(model, moving, side_by_side=side_by_side)
+    loss = jostle.losses.classification()
+    config = Config(
+        posterior=jostle.Posterior(n_beta=30, localization=100), sampler=SAMPLERS[sampler], loss=describe(loss),
+        potential_loss=describe(loss), observables=(), chains=3, draws=2, burn_in=0, thin=1, batch_size=6,
+        keep="traces", seed=0,
+    )  # fmt: skip
+    data = Data(images(20, torch.float32), "train")
+    dynamics = Dynamics(functional, config, sampling_data=data, potential_loss=loss, observers={}, observables={})
+    noise = torch.randn(3, moving.total, generator=torch.Generator().manual_seed(5))
+    start = dynamics.start([0, 1, 2])
+    group = Group([0, 1, 2], 7, start.weights + 0.01 * noise, start.statistics)
+    before = group.weights
+    dynamics.advance(group)
+    return group.weights - before
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_one_float32_step_from_equal_state(sampler: str) -> None:
+    alone, together = one_step(False, sampler), one_step(True, sampler)
+    assert (alone - together).norm() <= 1e-6 * alone.norm()
+
+
+def test_weight_restriction_leaves_the_noise_of_the_others_alone() -> None:
+    """A weight's noise depends on its own name, not on which weights move beside it."""
+    model = convnet(torch.float64)
+    all_weights, some = MovingWeights(model, "all"), MovingWeights(model, "5.*")
+    noise = jostle.randomness.noise(0, [1], 4, all_weights, torch.device("cpu"))
+    restricted = jostle.randomness.noise(0, [1], 4, some, torch.device("cpu"))
+    np.testing.assert_array_equal(noise[:, -some.total :], restricted)
