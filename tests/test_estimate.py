@@ -8,11 +8,11 @@ import textwrap
 
 import numpy as np
 import pytest
-import reference
 import scipy.stats
 import torch
 
 import jostle
+import reference
 from jostle import estimate
 from jostle.errors import EstimateWarning
 from jostle.traces import Columns, SequenceLosses
@@ -49,9 +49,7 @@ def test_covariance_and_correlation(centering: estimate.Centering, buffer_bytes:
 @pytest.mark.parametrize("centering", ["pooled", "within"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["covariance", "correlation"])
 @pytest.mark.parametrize("batch_length", [8, 7, 40], ids=["equal batches", "unequal batches", "whole chains"])
-def test_jackknife_by_leaving_out_each_batch(
-    centering: estimate.Centering, normalize: bool, batch_length: int
-) -> None:
+def test_jackknife_by_leaving_out_each_batch(centering: estimate.Centering, normalize: bool, batch_length: int) -> None:
     """The blocked jackknife against one that really deletes draws and estimates again (Busing et al.'s formula)."""
     left, right = traces(chains=9)
     options = {"centering": centering, "normalize": normalize}
@@ -123,7 +121,7 @@ def test_standard_errors_cover_the_truth(normalize: bool, chains: int, draws: in
 
 def test_too_few_draws_for_an_error_are_said() -> None:
     left, right = traces(chains=2, draws=6)
-    with pytest.warns(EstimateWarning, match="2 batches"):
+    with pytest.warns(EstimateWarning, match="only 2 batches of 6 draws"):
         estimate.covariance(left, right, standard_error=True, batch_length=6)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference
 import torch
-from reference import LinearGaussian
 from torch import Tensor, nn
 
 import jostle
+import reference
 from jostle import estimate
+from reference import LinearGaussian
 
 REGRESSION = jostle.losses.regression(noise_variance=0.25)
 

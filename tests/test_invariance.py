@@ -176,7 +176,11 @@ def test_resumed_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     process.communicate()
     assert process.returncode != 0
     assert list(out.glob("state/*.safetensors"))
-    settings = {"draws": 100, "chains_at_once": 1, "observables": {"first": lambda m: next(m.parameters())[0, 0, 0, :2]}}
+    settings = {
+        "draws": 100,
+        "chains_at_once": 1,
+        "observables": {"first": lambda m: next(m.parameters())[0, 0, 0, :2]},
+    }
     np.testing.assert_array_equal(losses(run(out=out, **settings)), losses(run(**settings)))
 
 

@@ -113,29 +113,29 @@ def _jostle(
 ) -> None:
     """Which training examples shaped what this model does here?
 
-    Jostle the weights, and see which losses move together: training data attribution by local Bayesian influence
-    functions, for any differentiable PyTorch model and without a Hessian.
+    Jostle the weights, and see which losses move together: training data
+    attribution by local Bayesian influence functions, for any differentiable
+    PyTorch model and without a Hessian.
     """
 
 
 @app.command(
     epilog=_examples(
-        ("jostle demo", "look at jostle-demo/influence.png afterwards"),
+        ("jostle demo", "then open jostle-demo/influence.png"),
         ("jostle demo --out digits --seed 1", "another split, another classifier"),
     )
 )
 def demo(
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", file_okay=False, help="Where the picture and the run go.")
-    ] = Path("jostle-demo"),
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="The only source of randomness.")
-    ] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the picture and the run go.")] = Path(
+        "jostle-demo"
+    ),
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="The only source of randomness.")] = 0,
 ) -> None:
     """Train a small digit classifier, and see which images shaped it.
 
-    For a few test images it prints the training images that helped and harmed most, and draws them in
-    [bold]DIR/influence.png[/]. The run stays in [bold]DIR/run[/]: the same command, given again, only reads it.
+    For a few test images it prints the training images that helped and harmed
+    most, and draws them in [bold]DIR/influence.png[/]. The run stays in [bold]DIR/run[/]:
+    the same command, given again, only reads it.
     """
     from jostle.demo import images
 

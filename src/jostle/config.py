@@ -67,8 +67,8 @@ class Config:
 
 
 def _fields(settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass, with NumPy's numbers as Python's, which YAML can write."""
-    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    """The settings of an object, with NumPy's numbers as Python's, which YAML can write."""
+    fields = vars(settings)
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
 
 

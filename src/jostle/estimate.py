@@ -192,8 +192,9 @@ class _Batches:
         self.count = len(self._slices)
         if self.count < FEWEST_BATCHES or (draws // per_chain < length and per_chain > 1):
             warnings.warn(
-                f"the standard error rests on {self.count} batches of {draws // per_chain} draws, for an "
-                f"autocorrelation that asks for {length}; raise draws, thin or chains",
+                f"standard errors rest on only {self.count} batches of {draws // per_chain} draws (the draws' "
+                f"autocorrelation asks for batches of {length}, and an error for {FEWEST_BATCHES} of them); raise "
+                "draws, thin or chains",
                 EstimateWarning,
                 stacklevel=4,
             )

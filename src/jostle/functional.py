@@ -60,6 +60,7 @@ class FunctionalModel:
         real = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
         return torch.where(real, losses, 0).sum(1) / real.sum(1)
 
+    @torch.no_grad()  # otherwise the weights that do not move would tie every step into one growing graph
     def mean_loss_gradient(
         self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
     ) -> Float[Tensor, "chain weight"]:
@@ -220,8 +221,6 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
 
     together = losses(list(range(count)))
     again = losses(list(range(count)))
-    reversed_order = losses(list(reversed(range(count))))[::-1]
-    alone = [losses([index])[0] for index in range(count)]
     tolerance = _tolerance(model)
 
     def differs(left: list[Tensor], right: list[Tensor]) -> int | None:
@@ -238,14 +237,22 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
             expected="a deterministic loss",
             fix="take randomness out of the model's forward pass (dropout with training=True?)",
         )
+    expected = "a loss that does not depend on the rest of the batch"
+    fix = "use running statistics in eval mode (BatchNorm with track_running_stats=True), and mask padding"
+    try:
+        alone = [losses([index])[0] for index in range(count)]
+        reversed_order = losses(list(reversed(range(count))))[::-1]
+    except (RuntimeError, ValueError) as error:
+        message = str(error).splitlines()[0]
+        raise InputError(f"loss on {data.name}", got=f"{message!r} alone", expected=expected, fix=fix) from error
     for other in (alone, reversed_order):
         if (index := differs(together, other)) is not None:
             raise InputError(
                 f"loss on {data.name}",
                 got=f"{together[index].mean().item():.6g} for example {index} in a batch of {count} but "
                 f"{other[index].mean().item():.6g} with other neighbours",
-                expected="a loss that does not depend on the rest of the batch",
-                fix="use running statistics in eval mode (BatchNorm with track_running_stats=True), and mask padding",
+                expected=expected,
+                fix=fix,
             )
 
 

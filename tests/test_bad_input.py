@@ -1,0 +1,238 @@
+"""Bad input is one clear line: what was got, what was expected, what to do. Nothing half-written is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jostle
+
+X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def with_weight(value: float) -> nn.Module:
+    broken = model()
+    with torch.no_grad():
+        broken[0].weight[1, 2] = value
+    return broken
+
+
+class BatchStatistics(nn.Module):
+    """Normalizes with the statistics of the batch, in eval mode too; PyTorch refuses a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.norm(inputs))
+
+
+class BatchMean(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(inputs - inputs.mean(0))
+
+
+class AlwaysDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(nn.functional.dropout(inputs, 0.5, training=True))
+
+
+def cross_entropy(reduction: str) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+
+def too_short(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")[1:]
+
+
+def infinite_on_five(model: nn.Module, batch: Any) -> Tensor:
+    losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return torch.where((batch[0] == X[5]).all(1), torch.inf, losses)
+
+
+P, S = jostle.Posterior, jostle.SGLD
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "empty training set": (lambda: {"train": (X[:0], Y[:0])}, r"^train: got an empty data set, expected at least one"),
+    "empty query set": (lambda: {"query": []}, r"^query: got an empty data set, expected at least one"),
+    "empty sampling data": (lambda: {"sampling_data": (X[:0], Y[:0])}, r"^sampling_data: got an empty data set"),
+    "unequal columns": (lambda: {"train": (X, Y[:7])}, r"^train: got tensors of lengths \[8, 7\], expected one row"),
+    "an iterator": (lambda: {"train": iter([(X[0], Y[0])])}, r"^train: got a list_iterator, expected .*list\(\.\.\.\)"),
+    "uncollatable samples": (lambda: {"train": [("a", object())]}, r"^train: got samples that do not collate"),
+    "no query": (lambda: {"query": None}, r"^query: got neither a query set nor observables"),
+    "NaN weights": (lambda: {"model": with_weight(float("nan"))}, r"^weight '0\.weight': got NaN or infinite values"),
+    "infinite weights": (lambda: {"model": with_weight(float("inf"))}, r"^weight '0\.weight': got NaN or infinite"),
+    "loss not finite": (lambda: {"loss": infinite_on_five}, r"^loss at w\* on train: got inf for example 5 \(1 of 8"),
+    "scalar loss": (lambda: {"loss": cross_entropy("mean")}, r"^loss on train: got shape \(\) for a batch of 8, .*'none'"),
+    "short loss": (lambda: {"loss": too_short}, r"^loss on train: got shape \(7,\) for a batch of 8, expected \(8,\)"),
+    "scalar potential": (lambda: {"potential_loss": cross_entropy("sum")}, r"^loss on train: got shape \(\)"),
+    "batch neighbours": (lambda: {"model": BatchMean()}, r"^loss on train: got .* with other neighbours, expected"),
+    "batch statistics": (lambda: {"model": BatchStatistics()}, r"^loss on train: got 'Expected more than 1 .* alone"),
+    "random loss": (lambda: {"model": AlwaysDropout()}, r"^loss on train: got two different values for example \d"),
+    "no weight matches": (
+        lambda: {"posterior": P(n_beta=1, localization=1, weights="attention.*")},
+        r"^weights: got 'attention\.\*', which matches no weight, expected .*4 floating-point weights \(0\.weight",
+    ),
+    "everything frozen": (lambda: {"model": model().requires_grad_(False)}, r"every weight is frozen: pass weights='\*'"),
+    "bad expression": (lambda: {"posterior": P(n_beta=1, localization=1, weights="re:(")}, r"^weights: got '\('"),
+    "zero step": (lambda: {"sampler": S(step_size=0.0)}, r"^step_size: got 0\.0, expected a positive number$"),
+    "negative step": (lambda: {"sampler": S(step_size=-1e-5)}, r"^step_size: got -1e-05, expected a positive"),
+    "NaN step": (lambda: {"sampler": S(step_size=float("nan"))}, r"^step_size: got nan, expected a positive"),
+    "unstable step": (lambda: {"sampler": S(step_size=1e-3)}, r"^step_size: got 0\.001 .* below 4/localization = 0\.0004"),
+    "smoothing": (lambda: {"sampler": jostle.RMSpropSGLD(step_size=1, smoothing=1.0)}, r"^smoothing: got 1\.0"),
+    "stabilizer": (lambda: {"sampler": jostle.RMSpropSGLD(step_size=1, stabilizer=0)}, r"^stabilizer: got 0"),
+    "no chains": (lambda: {"chains": 0}, r"^chains: got 0, expected a positive whole number$"),
+    "negative draws": (lambda: {"draws": -3}, r"^draws: got -3, expected a positive whole number$"),
+    "fractional draws": (lambda: {"draws": 2.5}, r"^draws: got 2\.5, expected a positive whole number$"),
+    "one draw": (lambda: {"chains": 1, "draws": 1}, r"^draws: got one draw in all, expected at least two"),
+    "zero thin": (lambda: {"thin": 0}, r"^thin: got 0, expected a positive whole number$"),
+    "negative burn-in": (lambda: {"burn_in": -1}, r"^burn_in: got -1, expected a whole number that is not negative$"),
+    "zero batch": (lambda: {"batch_size": 0}, r"^batch_size: got 0, expected a positive whole number$"),
+    "zero observation": (lambda: {"observation_batch_size": 0}, r"^observation_batch_size: got 0, expected a positive"),
+    "negative seed": (lambda: {"seed": -1}, r"^seed: got -1"),
+    "what to keep": (lambda: {"keep": "everything"}, r"^keep: got 'everything', expected 'traces' or 'covariance'$"),
+    "negative localization": (lambda: {"posterior": P(n_beta=1, localization=-1)}, r"^localization: got -1, expected a"),
+    "negative n_beta": (lambda: {"posterior": P(n_beta=-1, localization=1)}, r"^n_beta: got -1, expected a finite"),
+    "NaN n_beta": (lambda: {"posterior": P(n_beta=float("nan"), localization=1)}, r"^n_beta: got nan, expected a finite"),
+    "nothing holds": (lambda: {"posterior": P(n_beta=0, localization=0)}, r"^posterior: got n_beta = localization = pr"),
+    "observable": (lambda: {"observables": {"x": lambda m: m[0].weight}}, r"^observable 'x': got shape \(4, 3\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_line_and_nothing_written(name: str, tmp_path: Path) -> None:
+    make, message = CASES[name]
+    arguments: dict[str, Any] = {"model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "draws": 2}
+    with pytest.raises(jostle.InputError, match=message) as caught:
+        jostle.attribute(**(arguments | make()), out=tmp_path / "run", progress=False)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_directory_that_holds_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(jostle.InputError, match="which exists and holds something else, expected a new or empty"):
+        jostle.attribute(model(), (X, Y), (X, Y), draws=2, out=tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"train": (X + 1, Y)}, "train"),
+        ({"query": (X[:2], 1 - Y[:2])}, "query"),
+        ({"model": with_weight(0.25)}, "weights"),
+        ({"seed": 1}, "config"),
+        ({"sampling_data": (X[:4], Y[:4])}, "sampling_data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_of_something_else_is_refused_with_both_fingerprints(
+    change: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "draws": 2}
+    first = jostle.attribute(**arguments, out=tmp_path / "run", progress=False)
+    again = jostle.attribute(**arguments, out=tmp_path / "run", progress=False)  # the same: returned as it is
+    assert again.manifest == first.manifest
+    stored = first.manifest["fingerprints"][what]
+    with pytest.raises(jostle.InputError, match=f"whose {what} has fingerprint {stored}, expected [0-9a-f]{{16}}"):
+        jostle.attribute(**(arguments | change), out=tmp_path / "run", progress=False)
+    assert jostle.load(tmp_path / "run").manifest == first.manifest
+
+
+def test_another_loss_is_refused_by_its_values_on_resume(tmp_path: Path) -> None:
+    class Scaled:
+        """Looks the same in the configuration, whatever its factor."""
+
+        factor = 1.0
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            return self.factor * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def crash(model: nn.Module) -> Tensor:
+        crash.calls += 1  # type: ignore[attr-defined]
+        if crash.calls == 3:  # type: ignore[attr-defined]
+            raise RuntimeError("power cut")
+        return torch.zeros(1)
+
+    crash.calls = 0  # type: ignore[attr-defined]
+    loss = Scaled()
+    arguments: dict[str, Any] = {
+        "model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "loss": loss, "draws": 5,
+        "observables": {"zero": crash}, "out": tmp_path / "run", "progress": False,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError):
+        jostle.attribute(**arguments)
+    loss.factor = 2.0
+    with pytest.raises(jostle.InputError, match=r"^loss: got other values at w\* on train than when this run began"):
+        jostle.attribute(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no readable manifest.json"),
+        ("{", "no readable manifest.json"),
+        ('{"format": 99}', "got format 99"),
+    ],
+    ids=["missing", "damaged", "newer"],
+)
+def test_loading_what_is_not_a_run(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(jostle.InputError, match=message):
+        jostle.load(tmp_path)
+
+
+def test_questions_a_run_cannot_answer() -> None:
+    run = jostle.attribute(model(), (X, Y), (X[:2], Y[:2]), draws=3, progress=False)
+    with pytest.raises(jostle.InputError, match=r"^train: got one loss a sample, expected per-token losses"):
+        run.token_influence(train=0, query=0)
+    with pytest.raises(jostle.InputError, match=r"^query: got 2, expected an index below 2"):
+        run.influence().top(query=2)
+    with pytest.raises(jostle.InputError, match=r"^observable: got 'norm', expected one of \[\]"):
+        run.influence(on="norm")
+    with pytest.raises(jostle.InputError, match=r"^reduction: got 'max', expected 'mean' or 'sum'"):
+        run.influence(reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(jostle.InputError, match=r"^posterior_correlation: got covariance scores"):
+        _ = run.influence().posterior_correlation
+    small = jostle.attribute(model(), (X, Y), (X[:2], Y[:2]), draws=3, keep="covariance", progress=False)
+    with pytest.raises(jostle.InputError, match=r"keep='covariance'"):
+        small.influence(standard_error=True)
+    with pytest.raises(jostle.InputError, match=r"keep='covariance'"):
+        _ = small.traces
+
+
+def test_exact_influence_refuses_what_it_cannot_do() -> None:
+    posterior = jostle.Posterior(n_beta=8, localization=1)
+    with pytest.raises(jostle.InputError, match=r"^weights: got 40,200 moving weights, expected at most 5,000"):
+        jostle.attributors.exact_influence(
+            nn.Linear(200, 200), (torch.randn(2, 200), torch.zeros(2).long()),
+            (torch.randn(2, 200), torch.zeros(2).long()), posterior=posterior,
+        )  # fmt: skip
+    saddle = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    with pytest.raises(jostle.InputError, match=r"^posterior: got a potential with curvature -.*raise localization"):
+        jostle.attributors.exact_influence(
+            saddle, (X, Y), (X, Y), posterior=jostle.Posterior(n_beta=1e4, localization=1e-6)
+        )

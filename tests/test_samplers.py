@@ -1,0 +1,151 @@
+"""Each rule against its equation, transcribed."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import jostle
+from jostle.errors import ChainFailedWarning, ChainsFailedError, SamplerWarning
+from jostle.posterior import Posterior, Potential
+
+CENTER = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+POSTERIOR = Posterior(n_beta=7.0, localization=3.0, prior_precision=0.5)
+
+
+def steps(sampler: jostle.Sampler, count: int, burn_in: int = 0) -> tuple[np.ndarray, list[Tensor], list[Tensor]]:
+    """A few steps of two chains with made-up gradients."""
+    generator = torch.Generator().manual_seed(0)
+    gradients, noises = (
+        [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(count)] for _ in range(2)
+    )
+    weights = CENTER.repeat(2, 1)
+    statistics = sampler.init(weights)
+    path = [weights]
+    for t in range(count):
+        weights, statistics = sampler.step(
+            weights, gradients[t], noises[t], statistics, POSTERIOR.potential(CENTER), burning_in=t < burn_in
+        )
+        path.append(weights)
+    return np.stack([w.numpy() for w in path]), gradients, noises
+
+
+def drift(w: np.ndarray, g: np.ndarray) -> np.ndarray:
+    return 7.0 * g + 3.0 * (w - CENTER.numpy()) + 0.5 * w
+
+
+def test_sgld_is_the_papers_update() -> None:
+    path, gradients, noises = steps(jostle.SGLD(step_size=0.01), 5)
+    for t in range(5):
+        w, g, xi = path[t], gradients[t].numpy(), noises[t].numpy()
+        np.testing.assert_allclose(path[t + 1], w - 0.005 * drift(w, g) + np.sqrt(0.01) * xi, rtol=1e-12)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+@pytest.mark.parametrize("frozen_from", [None, 3])
+def test_rmsprop_sgld_is_its_equation(correction: bool, frozen_from: int | None) -> None:
+    sampler = jostle.RMSpropSGLD(
+        step_size=0.01, smoothing=0.9, stabilizer=0.05, bias_correction=correction,
+        freeze_after_burn_in=frozen_from is not None,
+    )  # fmt: skip
+    path, gradients, noises = steps(sampler, 6, burn_in=frozen_from or 0)
+    V, updates = np.zeros((2, 3)), 0
+    for t in range(6):
+        w, g, xi = path[t], gradients[t].numpy(), noises[t].numpy()
+        if frozen_from is None or t < frozen_from:
+            V, updates = 0.9 * V + 0.1 * g**2, updates + 1
+        corrected = V / (1 - 0.9**updates) if correction else V
+        G = 1 / (np.sqrt(corrected) + 0.05)
+        np.testing.assert_allclose(path[t + 1], w - 0.005 * G * drift(w, g) + np.sqrt(0.01 * G) * xi, rtol=1e-12)
+
+
+def test_devinterp_preset() -> None:
+    """V starts at 0, is not corrected, and e = 0.1, as in devinterp 2.0.1's RMSprop preconditioner."""
+    path, gradients, noises = steps(jostle.RMSpropSGLD.devinterp(step_size=0.01), 4)
+    V = np.zeros((2, 3))
+    for t in range(4):
+        w, g, xi = path[t], gradients[t].numpy(), noises[t].numpy()
+        V = 0.99 * V + 0.01 * g**2
+        G = 1 / (np.sqrt(V) + 0.1)
+        np.testing.assert_allclose(path[t + 1], w - 0.005 * G * drift(w, g) + np.sqrt(0.01 * G) * xi, rtol=1e-12)
+
+
+def test_a_new_rule_is_one_class() -> None:
+    """Anything with the protocol's methods samples; here a rule that does not move."""
+
+    class Still:
+        step_size = 1.0
+
+        def init(self, weights: Tensor) -> dict[str, Tensor]:
+            return {"age": torch.zeros(len(weights), 1)}
+
+        def step(
+            self, weights: Tensor, mean_loss_gradient: Tensor, noise: Tensor, statistics: dict[str, Tensor],
+            potential: Potential, *, burning_in: bool,
+        ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+            return weights, {"age": statistics["age"] + 1}
+
+        def check(self, potential: Potential) -> None: ...
+
+        def remarks(self, statistics: dict[str, Tensor]) -> list[str]:
+            return [f"age {statistics['age'].max().item():.0f}"]
+
+    X = torch.randn(6, 3)
+    with pytest.warns(SamplerWarning, match="age 4"):
+        run = jostle.attribute(
+            torch.nn.Linear(3, 2), (X, torch.zeros(6, dtype=torch.long)), (X, torch.ones(6, dtype=torch.long)),
+            sampler=Still(), draws=5, thin=1, progress=False,
+        )  # fmt: skip
+    np.testing.assert_array_equal(run.influence().values, 0)
+
+
+def classifier(**settings: object) -> jostle.Run:
+    torch.manual_seed(0)
+    X, y = torch.randn(12, 3), torch.arange(12) % 2
+    defaults: dict[str, object] = {"chains": 3, "draws": 4, "thin": 5, "progress": False}
+    return jostle.attribute(torch.nn.Linear(3, 2), (X, y), (X[:3], y[:3]), **(defaults | settings))  # type: ignore[arg-type]
+
+
+def test_a_stabilizer_that_dominates_is_said() -> None:
+    posterior = Posterior(n_beta=1, localization=1)
+    with pytest.warns(SamplerWarning, match=re.escape("plain SGLD with a step of 1e-06")):
+        classifier(posterior=posterior, sampler=jostle.RMSpropSGLD(step_size=1e-4, stabilizer=100.0))
+    # With a small one there is nothing to say (warnings of Jostle's own are errors in these tests).
+    classifier(posterior=posterior, sampler=jostle.RMSpropSGLD(step_size=1e-4, stabilizer=1e-6))
+
+
+class FailingRule(jostle.SGLD):
+    """SGLD whose chain 1 leaves the finite numbers at the eighth step."""
+
+    def init(self, weights: Tensor) -> dict[str, Tensor]:
+        return {"step": torch.zeros(len(weights), 1, dtype=torch.int64)}
+
+    def step(self, weights: Tensor, mean_loss_gradient: Tensor, noise: Tensor, statistics: dict[str, Tensor],
+             potential: Potential, *, burning_in: bool) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        moved, _ = super().step(weights, mean_loss_gradient, noise, {}, potential, burning_in=burning_in)
+        count = statistics["step"] + 1
+        if len(moved) == 3:
+            moved[1] = torch.where(count[1] >= 8, torch.nan, moved[1])
+        return moved, {"step": count}
+
+
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+def test_a_failed_chain_is_named_and_left_out(keep: str) -> None:
+    with pytest.warns(ChainFailedWarning, match="chain 1 failed at step 10: weights left the finite numbers"):
+        run = classifier(sampler=FailingRule(step_size=1e-5), keep=keep)
+    assert run.failed_chains == [1]
+    scores = run.influence()
+    assert np.isfinite(scores.values).all()
+    whole = classifier(sampler=jostle.SGLD(step_size=1e-5))
+    losses, queries = (np.asarray(whole.traces.losses(name)[:])[[0, 2]].reshape(8, -1) for name in ("train", "query"))
+    expected = -np.cov(losses.T, queries.T)[:12, 12:]
+    np.testing.assert_allclose(scores.values, expected, rtol=1e-3, atol=1e-9)
+
+
+def test_all_chains_failing_is_an_error() -> None:
+    with pytest.raises(ChainsFailedError, match="all 3 chains failed, the first at step"):
+        classifier(sampler=jostle.SGLD(step_size=1e30), posterior=Posterior(n_beta=1e20, localization=1e-31), draws=20)
