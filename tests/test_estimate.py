@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -76,7 +77,7 @@ def test_jackknife_by_leaving_out_each_batch(centering: estimate.Centering, norm
     whole, N = theta(everything), everything.size
     pseudo, h = [], []
     for chain in range(9):
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for start, stop in itertools.pairwise(edges):
             keep = everything.copy()
             keep[chain, start:stop] = False
             h.append(N / (stop - start))
@@ -166,7 +167,7 @@ def test_sequence_losses_reduce_tokens() -> None:
     columns = Columns(3, offsets, np.arange(10))
     for reduction, function in (("mean", np.mean), ("sum", np.sum)):
         sequences = SequenceLosses(tokens, columns, reduction)
-        expected = np.stack([function(tokens[..., a:b], axis=2) for a, b in zip(offsets, offsets[1:], strict=False)], 2)
+        expected = np.stack([function(tokens[..., a:b], axis=2) for a, b in itertools.pairwise(offsets)], 2)
         np.testing.assert_allclose(sequences[:, :, 0:3], expected)
         np.testing.assert_allclose(sequences[:, :, 1:2], expected[..., 1:2])
         # The covariance of means is the mean of the block of token covariances, and that of sums its sum.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ import jostle
 import reference
 from jostle import estimate
 from reference import LinearGaussian
+
+Record = Callable[..., None]
 
 REGRESSION = jostle.losses.regression(noise_variance=0.25)
 
@@ -41,17 +45,29 @@ def z_scores(scores: jostle.Scores, truth: np.ndarray) -> np.ndarray:
     return (scores.values + truth) / scores.standard_error
 
 
+def against(scores: jostle.Scores, truth: np.ndarray) -> dict[str, float]:
+    """How far an estimate is from the truth, next to how far its Monte Carlo error lets it be."""
+    assert scores.standard_error is not None
+    size = np.linalg.norm(truth)
+    return {
+        "largest_distance_in_standard_errors": np.abs(z_scores(scores, truth)).max(),
+        "relative_error": np.linalg.norm(scores.values + truth) / size,
+        "relative_standard_error": np.linalg.norm(scores.standard_error) / size,
+    }
+
+
 def weight_covariance(run: jostle.Run) -> estimate.Estimate:
     trace = run.traces.observable("weights")
     return estimate.covariance(trace, trace, standard_error=True)
 
 
 @pytest.mark.parametrize("off_minimum", [0.0, 0.4], ids=["at a minimum", "off a minimum"])
-def test_sgld_samples_its_finite_step_gaussian(off_minimum: float) -> None:
+def test_sgld_samples_its_finite_step_gaussian(off_minimum: float, record: Record) -> None:
     problem = LinearGaussian.random(samples=24, weights=3, n_beta=24, localization=20, off_minimum=off_minimum)
     step_size = 1.2 / np.linalg.eigvalsh(problem.precision)[-1]
     scores = sample(problem, jostle.SGLD(step_size=step_size)).influence(standard_error=True)
     truth = problem.loss_covariance(problem.sgld_covariance(step_size))
+    record(**against(scores, truth))
     assert np.abs(z_scores(scores, truth)).max() < 4
     # The errors are small enough to tell the finite step from the infinitesimal one.
     infinitesimal = problem.loss_covariance(np.linalg.inv(problem.precision))
@@ -63,7 +79,7 @@ def test_sgld_samples_its_finite_step_gaussian(off_minimum: float) -> None:
 
 
 @pytest.mark.parametrize("off_minimum", [0.0, 0.4], ids=["at a minimum", "off a minimum"])
-def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float) -> None:
+def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: Record) -> None:
     problem = LinearGaussian.random(samples=24, weights=3, n_beta=24, localization=20, off_minimum=off_minimum, seed=1)
     burn_in, chains, smoothing, stabilizer = 150, 32, 0.99, 0.05
     step_size = 0.5 / np.linalg.eigvalsh(problem.precision)[-1]
@@ -88,25 +104,28 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float) -> None:
         np.testing.assert_allclose(covariance, reference.stationary_covariance(M, step_size * np.diag(G)), rtol=1e-9)
         truths.append(problem.loss_covariance(covariance))
     scores = run.influence(standard_error=True)
+    record(**against(scores, np.mean(truths, axis=0)))
     assert np.abs(z_scores(scores, np.mean(truths, axis=0))).max() < 4
     plain = problem.loss_covariance(problem.sgld_covariance(step_size))
     assert np.abs(z_scores(scores, plain)).max() > 8
 
 
-def test_minibatches_add_the_noise_of_the_lyapunov_equation() -> None:
+def test_minibatches_add_the_noise_of_the_lyapunov_equation(record: Record) -> None:
     problem = LinearGaussian.random(samples=40, weights=2, n_beta=40, localization=20, seed=2)
     step_size, batch_size = 0.25 / np.linalg.eigvalsh(problem.precision)[-1], 4
-    run = sample(problem, jostle.SGLD(step_size=step_size), batch_size=batch_size, thin=10, draws=600)
+    run = sample(problem, jostle.SGLD(step_size=step_size), batch_size=batch_size, thin=10, draws=300)
     expected = problem.minibatch_covariance(step_size, batch_size)
     weights = weight_covariance(run)
     assert weights.standard_error is not None
     assert (np.abs(weights.values - expected) / weights.standard_error).max() < 4
     full = problem.sgld_covariance(step_size)
     assert (np.abs(weights.values - full) / weights.standard_error).max() > 8
-    assert np.abs(z_scores(run.influence(standard_error=True), problem.loss_covariance(expected))).max() < 4
+    scores = run.influence(standard_error=True)
+    record(**against(scores, problem.loss_covariance(expected)))
+    assert np.abs(z_scores(scores, problem.loss_covariance(expected))).max() < 4
 
 
-def test_error_falls_with_the_root_of_the_draws() -> None:
+def test_error_falls_with_the_root_of_the_draws(record: Record) -> None:
     problem = LinearGaussian.random(samples=8, weights=3, n_beta=24, localization=20)
     step_size = 1.2 / np.linalg.eigvalsh(problem.precision)[-1]
     run = sample(problem, jostle.SGLD(step_size=step_size), draws=2000, thin=4)
@@ -119,6 +138,7 @@ def test_error_falls_with_the_root_of_the_draws() -> None:
         for T in lengths
     ]
     slope = np.polyfit(np.log(lengths), np.log(errors), 1)[0]
+    record(slope=slope, error_ratio_over_100_times_the_draws=errors[0] / errors[-1])
     assert slope == pytest.approx(-0.5, abs=0.06)
     assert errors[0] / errors[-1] == pytest.approx(10, rel=0.25)
 
@@ -173,7 +193,7 @@ def logistic_problem(samples: int, seed: int = 0) -> tuple[Logistic, Tensor, Ten
     return Logistic(w), torch.from_numpy(X), torch.from_numpy(y)
 
 
-def test_reweighting_an_example_moves_the_expectation_by_the_covariance() -> None:
+def test_reweighting_an_example_moves_the_expectation_by_the_covariance(record: Record) -> None:
     """dE[φⱼ]/dβᵢ = −(nβ/n)·Cov(ℓᵢ, φⱼ), by sampling again with the same random numbers."""
     model, X, y = logistic_problem(40)
     delta, example = 0.2, 7
@@ -202,12 +222,17 @@ def test_reweighting_an_example_moves_the_expectation_by_the_covariance() -> Non
     measured, error = response.mean(0), response.std(0, ddof=1) / np.sqrt(len(response))
     predicted = plain.scale * plain.values[example]
     combined = np.hypot(error, plain.scale * plain.standard_error[example])
+    record(
+        largest_distance_in_standard_errors=(np.abs(measured - predicted) / combined).max(),
+        relative_error=np.linalg.norm(measured - predicted) / np.linalg.norm(measured),
+        relative_standard_error=np.linalg.norm(combined) / np.linalg.norm(measured),
+    )
     assert (np.abs(measured - predicted) / combined).max() < 4
     # The effect is seen clearly, so a wrong sign or scale would be too.
     assert (np.abs(measured) / combined).max() > 15
 
 
-def test_bif_tends_to_the_damped_influence_function() -> None:
+def test_bif_tends_to_the_damped_influence_function(record: Record) -> None:
     """Non-singular model, n → ∞: −β·Cov → −gᵀ(nH̄ + (γ/β)I)⁻¹g (appendix A of the paper)."""
     distance = {}
     for samples in (20, 80, 640):
@@ -230,20 +255,26 @@ def test_bif_tends_to_the_damped_influence_function() -> None:
         run = jostle.attribute(
             model, picked, picked, **settings,
             sampler=jostle.SGLD(step_size=0.05 / largest),
-            chains=192, draws=60, burn_in=300, thin=30, batch_size=10**6, progress=False,
+            chains=128, draws=60, burn_in=200, thin=30, batch_size=10**6, progress=False,
         )  # fmt: skip
-        bif = run.influence()
+        bif = run.influence(standard_error=True)
         assert bif.scale == first.scale == 1.0
+        assert bif.standard_error is not None
         distance[samples] = np.linalg.norm(first.values - bif.values) / np.linalg.norm(bif.values)
         correlation = np.corrcoef(bif.values.ravel(), first.values.ravel())[0, 1]
         ratio = (bif.values * first.values).sum() / (first.values**2).sum()
+        error = np.linalg.norm(bif.standard_error) / np.linalg.norm(bif.values)
+        record(**{
+            f"n={samples}: correlation": correlation, f"n={samples}: ratio": ratio,
+            f"n={samples}: relative_distance": distance[samples], f"n={samples}: relative_standard_error": error,
+        })  # fmt: skip
     # At the largest n the two agree; on the way there they come together.
     assert correlation > 0.99
     assert ratio == pytest.approx(1, abs=0.03)
-    assert distance[20] > 1.5 * distance[80] > 1.5 * distance[640]
+    assert distance[20] > 1.3 * distance[80] > 2 * distance[640]
 
 
-def test_second_order_term_of_the_laplace_expansion() -> None:
+def test_second_order_term_of_the_laplace_expansion(record: Record) -> None:
     """Under N(w*, I/γ) the covariance of curved losses is nearer to gᵀΣg + ½tr(HΣHΣ) than to gᵀΣg."""
     model, X, y = logistic_problem(30, seed=5)
     picked = (X[:12], y[:12])
@@ -261,6 +292,7 @@ def test_second_order_term_of_the_laplace_expansion() -> None:
     distance = [np.linalg.norm(other.values - bif.values) / np.linalg.norm(bif.values) for other in (first, second)]
     assert bif.standard_error is not None
     error = np.linalg.norm(bif.standard_error) / np.linalg.norm(bif.values)
+    record(first_order_distance=distance[0], second_order_distance=distance[1], relative_standard_error=error)
     # What is left is of the same order in Σ: products of first and third derivatives, which the expansion's sum holds.
     assert distance[1] < 0.8 * distance[0]
     assert distance[0] - distance[1] > 4 * error

@@ -114,7 +114,7 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
     content = bytearray(chunk.read_bytes())
     content[40] ^= 1
     chunk.write_bytes(bytes(content))
-    with pytest.raises(Exception, match="(?i)checksum"):
+    with pytest.raises(Exception, match=r"(?i)checksum"):
         run.influence()
 
 

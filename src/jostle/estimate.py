@@ -39,9 +39,15 @@ class Trace(Protocol):
     """Anything of shape (chain, draw, column) that can be sliced."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """(chains, draws, columns)."""
+        ...
+
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> Any:
+        """The type of a loss."""
+        ...
+
     def __getitem__(self, index: Any, /) -> Any: ...
 
 

@@ -7,6 +7,7 @@ call. One chain after another, or all of a group side by side through `torch.fun
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -269,15 +270,17 @@ def side_by_side_failure(model: FunctionalModel, loss: Loss, data: Data) -> str 
     indices = [np.arange(count), np.arange(count)[::-1].copy()]
     try:
         batch = data.batch(indices[0])
-        pairs = [
-            (model.evaluate(loss, weights, batch), parallel.evaluate(loss, weights, batch)),
-            (
-                model.mean_loss_gradient(loss, weights, data, indices),
-                parallel.mean_loss_gradient(loss, weights, data, indices),
-            ),
-        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vmap's advice is for its developers
+            pairs = [
+                (model.evaluate(loss, weights, batch), parallel.evaluate(loss, weights, batch)),
+                (
+                    model.mean_loss_gradient(loss, weights, data, indices),
+                    parallel.mean_loss_gradient(loss, weights, data, indices),
+                ),
+            ]
     except Exception as error:  # any model may hit any limit of vmap; the loop remains
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
     tolerance = _tolerance(model)
     if all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs):
         return None

@@ -1,0 +1,1 @@
+"""Speed and memory, with committed records and the environment they came from."""

@@ -1,0 +1,70 @@
+"""Peak memory of a full score matrix: 47,500 training images × 10,000 queries from 400 draws, the paper's CIFAR-10 size.
+
+    python -m benchmarks.scores_memory [--train N] [--query Q]
+
+The losses are random numbers (cost does not depend on their values), in a trace store on disk as a run would hold them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.environment import write_record
+from jostle.estimate import BUFFER_BYTES, covariance
+from jostle.traces import Columns, Traces
+
+RECORD = Path(__file__).parent / "records" / "scores_memory.json"
+CHAINS, DRAWS = 4, 100
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--train", type=int, default=47_500)
+    parser.add_argument("--query", type=int, default=10_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        sets = {"train": Columns(arguments.train), "query": Columns(arguments.query)}
+        traces = Traces.create(
+            Path(directory) / "traces.zarr", chains=CHAINS, steps=range(DRAWS), dtype=np.dtype(np.float32), sets=sets,
+            observables={},
+        )  # fmt: skip
+        generator = np.random.default_rng(0)
+        for chain in range(CHAINS):
+            for name, columns in sets.items():
+                values = generator.normal(2.3, 0.1, size=(1, DRAWS, columns.samples)).astype(np.float32)
+                traces.record(name, [chain], 0, values)
+        left, right = traces.losses("train"), traces.losses("query")
+        covariance(left[:, :, :128], right[:, :, :128])  # loads what is loaded once
+        output = arguments.train * arguments.query * 4
+        before, started = peak_bytes(), time.perf_counter()
+        result = covariance(left, right)
+        seconds, grown = time.perf_counter() - started, peak_bytes() - before
+        check = np.cov(left[:, :, 5].ravel(), right[:, :, 7].ravel())[0, 1]
+        np.testing.assert_allclose(result.values[5, 7], check, rtol=1e-4, atol=1e-7)
+    record = {
+        "workload": f"covariance of {arguments.train} × {arguments.query} from {CHAINS * DRAWS} draws, traces on disk",
+        "seconds": round(seconds, 2),
+        "output_bytes": output,
+        "peak_growth_bytes": grown,
+        "beyond_output_bytes": grown - output,
+        "allowed_beyond_output_bytes": BUFFER_BYTES,
+    }
+    assert grown - output <= BUFFER_BYTES, record
+    if arguments.train == 47_500 and arguments.query == 10_000:
+        write_record(RECORD, record)
+    for name, value in record.items():
+        print(f"{name:28} {value:,}" if not isinstance(value, str) else f"{name:28} {value}")
+
+
+if __name__ == "__main__":
+    main()

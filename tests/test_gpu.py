@@ -1,0 +1,60 @@
+"""The same promises on a CUDA device: its noise is its own, the statistics are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import LinearGaussian
+from test_ground_truth import REGRESSION, z_scores
+
+import jostle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def run(problem: LinearGaussian, step_size: float, **changes: Any) -> jostle.Run:
+    settings: dict[str, Any] = {"chains": 64, "draws": 400, "burn_in": 100, "thin": 3, "batch_size": 10**6}
+    return jostle.attribute(
+        problem.model().cuda(), problem.data, problem.data, loss=REGRESSION,
+        posterior=jostle.Posterior(n_beta=problem.n_beta, localization=problem.localization),
+        sampler=jostle.SGLD(step_size=step_size), progress=False, **(settings | changes),
+    )  # fmt: skip
+
+
+def test_sgld_samples_its_finite_step_gaussian() -> None:
+    problem = LinearGaussian.random(samples=24, weights=3, n_beta=24, localization=20)
+    step_size = 1.2 / np.linalg.eigvalsh(problem.precision)[-1]
+    scores = run(problem, step_size).influence(standard_error=True)
+    truth = problem.loss_covariance(problem.sgld_covariance(step_size))
+    assert np.abs(z_scores(scores, truth)).max() < 4
+
+
+def test_chains_at_once_and_minibatches() -> None:
+    problem = LinearGaussian.random(samples=24, weights=3, n_beta=24, localization=20)
+    small = {"chains": 3, "draws": 20, "batch_size": 5}
+    one, three = (run(problem, 1e-3, chains_at_once=count, **small) for count in (1, 3))
+    np.testing.assert_allclose(one.traces.losses("train")[:], three.traces.losses("train")[:], rtol=1e-8)
+
+
+def test_repeats_bit_for_bit() -> None:
+    problem = LinearGaussian.random(samples=24, weights=3, n_beta=24, localization=20)
+    first, second = (run(problem, 1e-3, chains=2, draws=20) for _ in range(2))
+    np.testing.assert_array_equal(first.traces.losses("train")[:], second.traces.losses("train")[:])
+
+
+def test_a_half_precision_model_keeps_a_float32_chain() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).cuda()
+    X, y = torch.randn(40, 8), torch.arange(40) % 3
+    settings: dict[str, Any] = {
+        "posterior": jostle.Posterior(n_beta=30, localization=30), "sampler": jostle.SGLD(step_size=1e-2),
+        "chains": 8, "draws": 200, "burn_in": 20, "thin": 5, "progress": False,
+    }  # fmt: skip
+    full = jostle.attribute(model, (X, y), (X, y), **settings).influence(normalize=True).values
+    half = jostle.attribute(model.bfloat16(), (X.bfloat16(), y), (X.bfloat16(), y), **settings)
+    assert half.traces.losses("train").dtype == np.float32
+    # The same chain up to bfloat16 rounding of its losses.
+    assert np.corrcoef(full.ravel(), half.influence(normalize=True).values.ravel())[0, 1] > 0.98
