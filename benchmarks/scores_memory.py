@@ -44,12 +44,13 @@ def main() -> None:
                 values = generator.normal(2.3, 0.1, size=(1, DRAWS, columns.samples)).astype(np.float32)
                 traces.record(name, [chain], 0, values)
         left, right = traces.losses("train"), traces.losses("query")
-        covariance(left[:, :, :128], right[:, :, :128])  # loads what is loaded once
+        covariance(np.asarray(left[:, :, :128]), np.asarray(right[:, :, :128]))  # loads what is loaded once
         output = arguments.train * arguments.query * 4
         before, started = peak_bytes(), time.perf_counter()
         result = covariance(left, right)
         seconds, grown = time.perf_counter() - started, peak_bytes() - before
-        check = np.cov(left[:, :, 5].ravel(), right[:, :, 7].ravel())[0, 1]
+        columns = [np.asarray(trace[:, :, index]).ravel() for trace, index in ((left, 5), (right, 7))]
+        check = np.cov(np.stack(columns))[0, 1]
         np.testing.assert_allclose(result.values[5, 7], check, rtol=1e-4, atol=1e-7)
     record = {
         "workload": f"covariance of {arguments.train} × {arguments.query} from {CHAINS * DRAWS} draws, traces on disk",

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import LinearGaussian
-from test_ground_truth import REGRESSION, z_scores
 
 import jostle
+from reference import LinearGaussian
+from test_ground_truth import REGRESSION, z_scores
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

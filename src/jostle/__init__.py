@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from jostle import attributors, losses
     from jostle.errors import InputError
     from jostle.posterior import Posterior
-    from jostle.run import Run, attribute, load
+    from jostle.run import Run, load
     from jostle.samplers import SGLD, RMSpropSGLD, Sampler
+    from jostle.sampling import attribute
     from jostle.scores import Scores
 
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
@@ -24,7 +25,7 @@ _HOMES = {
     "SGLD": "jostle.samplers",
     "Sampler": "jostle.samplers",
     "Scores": "jostle.scores",
-    "attribute": "jostle.run",
+    "attribute": "jostle.sampling",
     "attributors": "jostle.attributors",
     "load": "jostle.run",
     "losses": "jostle.losses",

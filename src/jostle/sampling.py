@@ -1,0 +1,432 @@
+"""`attribute`: checks what it was given, lays out the run's directory, and samples; resumes what was interrupted."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import nn
+
+from jostle._version import __version__
+from jostle.chains import Checkpoints, CovarianceRecorder, Dynamics, Progress, Recorder, TraceRecorder, run_chains
+from jostle.config import Config, Keep, describe
+from jostle.data import Collate, Data, fingerprint_tensors
+from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
+from jostle.functional import (
+    FunctionalModel,
+    Observable,
+    Observer,
+    check_neighbours,
+    eval_mode,
+    side_by_side_failure,
+)
+from jostle.losses import Loss
+from jostle.losses import classification as classification_loss
+from jostle.posterior import MovingWeights, Posterior
+from jostle.run import FORMAT, Run, read_manifest
+from jostle.samplers import SGLD, Sampler
+from jostle.traces import Traces
+
+log = logging.getLogger("jostle")
+
+SIDE_BY_SIDE_WEIGHTS = 32_000_000
+"""Chains run side by side, by default, while their moving weights together are fewer than this."""
+
+
+def attribute(
+    model: nn.Module,
+    train: Any,
+    query: Any = None,
+    *,
+    sampling_data: Any = None,
+    loss: Loss | None = None,
+    potential_loss: Loss | None = None,
+    observables: Mapping[str, Observable] | None = None,
+    posterior: Posterior | None = None,
+    sampler: Sampler | None = None,
+    chains: int = 4,
+    draws: int = 100,
+    burn_in: int = 0,
+    thin: int = 10,
+    batch_size: int = 1024,
+    out: str | Path | None = None,
+    seed: int = 0,
+    keep: Keep = "traces",
+    collate: Collate | None = None,
+    observation_batch_size: int = 256,
+    chains_at_once: int | None = None,
+    checkpoint_seconds: float = 60.0,
+    progress: bool = True,
+) -> Run:
+    """Sample weights around a checkpoint, and record every example's loss at each draw.
+
+    The model is left as it was: its own parameters are w*. Everything is evaluated in eval mode, so dropout is off and
+    batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
+    where it stood; if it holds the finished one, that is returned.
+
+    Args:
+        model: the trained model, at w*, on the device where sampling is to run.
+        train: the training examples whose influence is asked for; observed at every draw. A data set, a list of
+            samples, or a tuple of tensors.
+        query: the examples on which influence is measured; observed at every draw.
+        sampling_data: what minibatch gradients are drawn from. Default: ``train``. The paper samples with all n
+            examples while it scores a subset.
+        loss: what is recorded: ``f(model, batch) -> (B,)`` or ``(B, S)``. Default: classification.
+        potential_loss: what drives the chain, where it differs from what is recorded (label smoothing, weighting).
+        observables: any other φ: ``{"name": f(model) -> (p,)}``.
+        posterior: nβ, γ, and which weights move.
+        sampler: the update rule and its step size.
+        chains: C, the number of chains.
+        draws: T, the number of draws from each chain.
+        burn_in: steps before the first draw.
+        thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
+            observing every example: raise this before ``draws``.
+        batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
+        out: the directory of the run. Default: a temporary one that goes with the process.
+        seed: the only source of randomness.
+        keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
+            memory that does not grow with draws; per-token losses are averaged over their sequence).
+        collate: makes a batch of a list of samples.
+        observation_batch_size: examples in one forward pass of an observation; does not change the numbers.
+        chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
+        checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
+        progress: show a progress bar.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        InputError: something passed cannot be used. Nothing has been written then.
+        ChainsFailedError: every chain left the finite numbers.
+        KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
+    """
+    loss = loss or classification_loss()
+    observables = dict(observables or {})
+    config = Config(
+        posterior=posterior or Posterior(n_beta=200.0, localization=1e4),
+        sampler=sampler or SGLD(step_size=1e-5),
+        loss=describe(loss),
+        potential_loss=describe(potential_loss or loss),
+        observables=tuple(observables),
+        chains=chains,
+        draws=draws,
+        burn_in=burn_in,
+        thin=thin,
+        batch_size=batch_size,
+        keep=keep,
+        seed=seed,
+    )
+    if query is None and not observables:
+        raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
+    if keep == "covariance" and query is None:
+        raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
+    _require_positive_sizes(observation_batch_size=observation_batch_size, chains_at_once=chains_at_once)
+    with eval_mode(model):
+        moving = MovingWeights(model, config.posterior.weights)
+        device = next(model.parameters()).device
+        sets = {"train": Data(train, "train", collate=collate, device=device)}
+        if query is not None:
+            sets["query"] = Data(query, "query", collate=collate, device=device)
+        if sampling_data is None:
+            drawn_from = sets["train"]
+        else:
+            drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
+        functional = FunctionalModel(model, moving)
+        for data in sets.values():
+            check_neighbours(functional, loss, data)
+        check_neighbours(functional, potential_loss or loss, drawn_from)
+        at_once = _chains_at_once(functional, potential_loss or loss, drawn_from, chains, chains_at_once)
+        functional.side_by_side = at_once > 1
+        center = moving.center[None]
+        observers = {name: Observer(functional, loss, data, observation_batch_size) for name, data in sets.items()}
+        dynamics = Dynamics(
+            functional,
+            config,
+            sampling_data=drawn_from,
+            potential_loss=potential_loss or loss,
+            observers=observers,
+            observables=observables,
+        )
+        sizes = {name: _observable_size(name, functional.evaluate(phi, center)[0]) for name, phi in observables.items()}
+        fingerprints = {
+            "config": config.fingerprint(),
+            "weights": fingerprint_tensors(dict(model.state_dict())),
+            **{name: data.fingerprint() for name, data in sets.items()},
+            "sampling_data": drawn_from.fingerprint(),
+        }
+        log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
+
+        directory = _directory(out)
+        manifest = _open_manifest(directory, fingerprints)
+        if manifest is None:
+            manifest = _new_manifest(config, fingerprints, moving, len(drawn_from))
+            _create(directory, config, manifest, observers, sizes)
+        if manifest["status"] != "complete":
+            recorder: Recorder
+            if keep == "traces":
+                traces = Traces(directory / "traces.zarr", writable=True)
+                _check_center(traces, observers)
+                recorder = TraceRecorder(traces)
+            else:
+                recorder = CovarianceRecorder(directory / "covariance.safetensors", observers)
+            started = time.monotonic()
+            with _interruptible() as interrupted, _bar(progress, config, observers) as report:
+                failures, remarks = run_chains(
+                    dynamics,
+                    recorder,
+                    Checkpoints(directory / "state"),
+                    chains=list(range(chains)),
+                    at_once=at_once,
+                    checkpoint_seconds=checkpoint_seconds,
+                    report=report,
+                    interrupted=interrupted,
+                )
+            manifest["status"] = "complete"
+            manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
+            manifest["remarks"] = list(dict.fromkeys(remarks))
+            manifest["sampling_seconds"] = manifest.get("sampling_seconds", 0.0) + time.monotonic() - started
+            _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
+            shutil.rmtree(directory / "state", ignore_errors=True)
+    run = Run(directory)
+    _tell(run)
+    return run
+
+
+def _tell(run: Run) -> None:
+    """Warn of failed chains and of what the sampler remarks; raise where no chain is left."""
+    failed = run.manifest["failed_chains"]
+    if len(failed) == run.config["chains"]:
+        first = failed[0]
+        raise ChainsFailedError(
+            f"all {len(failed)} chains failed, the first at step {first['step']} ({first['reason']}): lower "
+            f"step_size or n_beta, or raise localization"
+        )
+    for failure in failed:
+        warnings.warn(
+            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it is left out of "
+            "every estimate",
+            ChainFailedWarning,
+            stacklevel=3,
+        )
+    for remark in run.manifest["remarks"]:
+        warnings.warn(remark, SamplerWarning, stacklevel=3)
+
+
+def _require_positive_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise InputError(name, got=repr(size), expected="a positive whole number")
+
+
+def _chains_at_once(model: FunctionalModel, loss: Loss, data: Data, chains: int, wanted: int | None) -> int:
+    """How many chains move side by side: as asked, or as many as are small enough and can."""
+    fitting = max(1, SIDE_BY_SIDE_WEIGHTS // model.moving.total)
+    at_once = min(chains, fitting if wanted is None else wanted)
+    if at_once == 1:
+        return 1
+    reason = side_by_side_failure(model, loss, data)
+    if reason is None:
+        log.info("%d chains run side by side", at_once)
+        return at_once
+    if wanted is not None and wanted > 1:
+        raise InputError(
+            "chains_at_once", got=wanted, expected=f"1 for this model ({reason})", fix="leave it to be chosen"
+        )
+    log.info("chains run one after another (%s)", reason)
+    return 1
+
+
+def _observable_size(name: str, value: torch.Tensor) -> int:
+    if value.ndim != 1 or not torch.isfinite(value).all():
+        raise InputError(
+            f"observable {name!r}",
+            got=f"shape {tuple(value.shape)}" if value.ndim != 1 else "values that are not finite at w*",
+            expected="finite values of shape (p,)",
+        )
+    return len(value)
+
+
+def _directory(out: str | Path | None) -> Path:
+    """Where the run goes; a temporary directory is kept to the end of the process, since arrays are read lazily."""
+    if out is not None:
+        return Path(out)
+    temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
+def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, Any] | None:
+    """The manifest of the run that is there already, None where there is none; refuses anything else."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return None
+    if not (directory / "manifest.json").is_file():
+        raise InputError(
+            "out",
+            got=f"{directory}, which exists and holds something else",
+            expected="a new or empty directory",
+        )
+    manifest = read_manifest(directory)
+    for name, ours in fingerprints.items():
+        theirs = manifest["fingerprints"].get(name)
+        if theirs != ours:
+            raise InputError(
+                "out",
+                got=f"{directory}, a run whose {name} has fingerprint {theirs}",
+                expected=f"{ours}, as passed now",
+                fix="choose another directory, or delete this one",
+            )
+    return manifest
+
+
+def _new_manifest(
+    config: Config, fingerprints: dict[str, str], moving: MovingWeights, sampling_examples: int
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "jostle": __version__,
+        "status": "sampling",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "platform": platform.platform(),
+        "device": str(moving.center.device),
+        "fingerprints": fingerprints,
+        "moving_weights": moving.total,
+        "moving_parameters": list(moving.names),
+        # d E[φⱼ] / d(weight of example i) = scale · (−Cov): the potential holds nβ/n of each example's loss.
+        "scale": config.posterior.n_beta / sampling_examples,
+        "failed_chains": [],
+        "remarks": [],
+    }
+
+
+def _create(
+    directory: Path,
+    config: Config,
+    manifest: dict[str, Any],
+    observers: Mapping[str, Observer],
+    observables: Mapping[str, int],
+) -> None:
+    """Lay a run out beside its place and move it there, so that a run directory is never half one."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        (staging / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        if config.keep == "traces":
+            dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
+            traces = Traces.create(
+                staging / "traces.zarr",
+                chains=config.chains,
+                steps=config.steps,
+                dtype=dtype,
+                sets={name: observer.columns for name, observer in observers.items()},
+                observables=observables,
+            )
+            for name, observer in observers.items():
+                traces.record_center(name, observer.center_losses.cpu().numpy())
+        (staging / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        if directory.exists():
+            directory.rmdir()
+        os.replace(staging, directory)
+        directory.chmod(0o755)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _check_center(traces: Traces, observers: Mapping[str, Observer]) -> None:
+    """A loss function has no fingerprint, but its values at w* are one."""
+    for name, observer in observers.items():
+        stored, now = traces.center_losses(name), observer.center_losses.cpu().numpy()
+        if stored.shape != now.shape or not np.allclose(stored, now, rtol=1e-3, atol=1e-4):
+            raise InputError(
+                "loss",
+                got=f"other values at w* on {name} than when this run began",
+                expected="the loss that the run began with",
+                fix="choose another directory",
+            )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop between two steps; a second one stops at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar with the mean training loss, beside its value at w*."""
+    if not show:
+        yield lambda progress: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    center = float(observers["train"].center_losses.mean())
+    columns = (
+        TextColumn("sampling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=config.chains * config.steps[-1], loss=f"loss {center:.4f} at w*")
+
+        def report(progress: Progress) -> None:
+            if progress.mean_loss is not None:
+                bar.update(task, loss=f"loss {progress.mean_loss:.4f} ({center:.4f} at w*)")
+            bar.update(task, completed=progress.steps_done)
+
+        yield report
