@@ -1,0 +1,28 @@
+# Everything here makes its own environment first, in .venv: PYTHON=python3.12 make test chooses what it is made with.
+PYTHON ?= python3
+BIN := .venv/bin
+# One environment for all targets: beside torch, what the tests and linters add to the demo's packages is small.
+INSTALLED := .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Train on digits, attribute, and draw jostle-demo/influence.png
+	$(BIN)/jostle demo
+
+test: $(INSTALLED) ## Run every test
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## Check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The stamp is written last, so an installation that was interrupted is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
