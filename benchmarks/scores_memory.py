@@ -1,4 +1,4 @@
-"""Peak memory of a full score matrix: 47,500 training images × 10,000 queries from 400 draws, the paper's CIFAR-10 size.
+"""Peak memory of a full score matrix: 47,500 training images × 10,000 queries from 400 draws, as in the paper.
 
     python -m benchmarks.scores_memory [--train N] [--query Q]
 

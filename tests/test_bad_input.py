@@ -137,6 +137,14 @@ def test_an_output_directory_that_holds_something_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("place", ["notes", "notes/run"], ids=["a file", "under a file"])
+def test_an_output_directory_that_cannot_be(place: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("plain text")
+    with pytest.raises(jostle.InputError, match=r"^out: got .*notes.*(is a file|cannot be written to)"):
+        jostle.attribute(model(), (X, Y), (X, Y), draws=2, out=tmp_path / place, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

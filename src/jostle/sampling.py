@@ -107,7 +107,7 @@ def attribute(
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers.
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
-        progress: show a progress bar.
+        progress: show a progress bar, where stderr is a terminal.
 
     Returns:
         The finished run.
@@ -138,6 +138,8 @@ def attribute(
     if keep == "covariance" and query is None:
         raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
     _require_positive_sizes(observation_batch_size=observation_batch_size, chains_at_once=chains_at_once)
+    if out is not None:
+        _check_place(Path(out))
     with eval_mode(model):
         moving = MovingWeights(model, config.posterior.weights)
         device = next(model.parameters()).device
@@ -272,16 +274,26 @@ def _directory(out: str | Path | None) -> Path:
     return temporary
 
 
+def _check_place(directory: Path) -> None:
+    """Refuse a place that cannot hold a run, before any work is done for it."""
+    if directory.is_dir():
+        if any(directory.iterdir()) and not (directory / "manifest.json").is_file():
+            raise InputError(
+                "out", got=f"{directory}, which exists and holds something else", expected="a new or empty directory"
+            )
+        parent = directory
+    elif directory.exists():
+        raise InputError("out", got=f"{directory}, which is a file", expected="a new or empty directory")
+    else:
+        parent = next(place for place in directory.absolute().parents if place.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise InputError("out", got=f"{directory} under {parent}, which cannot be written to", expected="another place")
+
+
 def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, Any] | None:
-    """The manifest of the run that is there already, None where there is none; refuses anything else."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return None
+    """The manifest of the run that is there already, None where there is none; refuses that of another run."""
     if not (directory / "manifest.json").is_file():
-        raise InputError(
-            "out",
-            got=f"{directory}, which exists and holds something else",
-            expected="a new or empty directory",
-        )
+        return None
     manifest = read_manifest(directory)
     for name, ours in fingerprints.items():
         theirs = manifest["fingerprints"].get(name)
@@ -397,10 +409,12 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 @contextlib.contextmanager
 def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
     """A progress bar with the mean training loss, beside its value at w*."""
-    if not show:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (show and console.is_terminal):
         yield lambda progress: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -421,7 +435,7 @@ def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Itera
         TimeRemainingColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+    with RichProgress(*columns, console=console) as bar:
         task = bar.add_task("", total=config.chains * config.steps[-1], loss=f"loss {center:.4f} at w*")
 
         def report(progress: Progress) -> None:

@@ -29,9 +29,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The training examples that matter most for one query; the strongest first in both lists."""
+    """The training examples that matter most for one query; the strongest first in both lists.
+
+    Scores keep the sign of `Scores`: negative helps. Where they are normalized they are minus a correlation.
+    """
 
     query: int
+    method: str
+    normalized: bool
     helpful: list[Entry]
     harmful: list[Entry]
 
@@ -43,6 +48,8 @@ class Ranking:
 
         return {
             "query": self.query,
+            "method": self.method,
+            "normalized": self.normalized,
             "helpful": [plain(entry) for entry in self.helpful],
             "harmful": [plain(entry) for entry in self.harmful],
         }
@@ -107,6 +114,8 @@ class Scores:
 
         return Ranking(
             query=query % queries,
+            method=self.method,
+            normalized=self.normalized,
             helpful=[entry(index) for index in order[:k] if column[index] < 0],
             harmful=[entry(index) for index in order[::-1][:k] if column[index] > 0],
         )
