@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,10 @@ def too_short(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")[1:]
 
 
+def squeezed(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").squeeze()
+
+
 def infinite_on_five(model: nn.Module, batch: Any) -> Tensor:
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return torch.where((batch[0] == X[5]).all(1), torch.inf, losses)
@@ -116,6 +121,25 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "negative n_beta": (lambda: {"posterior": P(n_beta=-1, localization=1)}, r"^n_beta: got -1, expected a finite"),
     "NaN n_beta": (lambda: {"posterior": P(n_beta=float("nan"), localization=1)}, r"^n_beta: got nan, expected a finite"),
     "nothing holds": (lambda: {"posterior": P(n_beta=0, localization=0)}, r"^posterior: got n_beta = localization = pr"),
+    "frozen at once": (
+        lambda: {"sampler": jostle.RMSpropSGLD(step_size=1e-5, freeze_after_burn_in=True)},
+        r"^burn_in: got 0 with freeze_after_burn_in=True, expected steps .* a burn-in of 200 steps",
+    ),
+    "step as text": (lambda: {"sampler": S(step_size="1e-5")}, r"^step_size: got '1e-5', expected a positive number$"),
+    "n_beta missing": (lambda: {"posterior": P(n_beta=None, localization=1)}, r"^n_beta: got None, expected a finite"),
+    "bad sampling example": (
+        lambda: {"sampling_data": (torch.cat([X, X[:1] * torch.nan]), torch.cat([Y, Y[:1]]))},
+        r"^loss at w\* on sampling_data: got nan for example 8",
+    ),
+    "float64 inputs": (lambda: {"query": (X.double().numpy(), Y.numpy())}, r"^loss on query: got RuntimeError: .*dtype"),
+    "labels out of range": (lambda: {"query": (X, Y + 7)}, r"^loss on query: got IndexError: Target 7 is out of bounds"),
+    "data frame": (lambda: {"train": pandas.DataFrame({"a": [1]})}, r"^train: got a DataFrame that cannot be indexed"),
+    "squeezed loss": (lambda: {"loss": squeezed}, r"^loss on train: got shape \(\) for a batch of 1, expected \(1,\)"),
+    "slash": (lambda: {"observables": {"a/b": lambda m: m[0].bias}}, r"^observables: got the name 'a/b', expected"),
+    "observable thrown away": (
+        lambda: {"observables": {"b": lambda m: m[0].bias}, "keep": "covariance"},
+        r"^observables: got keep='covariance', which keeps nothing but train × query, expected keep='traces'$",
+    ),
     "observable": (lambda: {"observables": {"x": lambda m: m[0].weight}}, r"^observable 'x': got shape \(4, 3\)"),
 }  # fmt: skip
 
@@ -169,32 +193,87 @@ def test_a_run_of_something_else_is_refused_with_both_fingerprints(
     assert jostle.load(tmp_path / "run").manifest == first.manifest
 
 
-def test_another_loss_is_refused_by_its_values_on_resume(tmp_path: Path) -> None:
-    class Scaled:
-        """Looks the same in the configuration, whatever its factor."""
+class Scaled:
+    """Looks the same in the configuration, whatever its factor."""
 
-        factor = 1.0
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
-        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-            return self.factor * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.factor * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    def crash(model: nn.Module) -> Tensor:
-        crash.calls += 1  # type: ignore[attr-defined]
-        if crash.calls == 3:  # type: ignore[attr-defined]
-            raise RuntimeError("power cut")
-        return torch.zeros(1)
 
-    crash.calls = 0  # type: ignore[attr-defined]
-    loss = Scaled()
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"loss": Scaled(1)}, {"loss": Scaled(2)}, r"^loss on train: got other values at w\* than those of the run in"),
+        ({"potential_loss": Scaled(1)}, {"potential_loss": Scaled(2)}, r"^potential loss: got other values at w\*"),
+        (
+            {"posterior": P(n_beta=1, localization=1, weights=lambda name, _: name == "0.bias")},
+            {"posterior": P(n_beta=1, localization=1, weights=lambda name, _: name == "2.bias")},
+            r"whose choice of weights has fingerprint",
+        ),
+    ],
+    ids=["loss", "potential loss", "weights"],
+)
+def test_a_finished_run_of_another_function_is_not_returned(
+    first: dict[str, Any], second: dict[str, Any], message: str, keep: str, tmp_path: Path
+) -> None:
     arguments: dict[str, Any] = {
-        "model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "loss": loss, "draws": 5,
-        "observables": {"zero": crash}, "out": tmp_path / "run", "progress": False,
+        "model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "draws": 2, "out": tmp_path / "run",
+        "progress": False, "keep": keep,
     }  # fmt: skip
-    with pytest.raises(RuntimeError):
-        jostle.attribute(**arguments)
-    loss.factor = 2.0
-    with pytest.raises(jostle.InputError, match=r"^loss: got other values at w\* on train than when this run began"):
-        jostle.attribute(**arguments)
+    jostle.attribute(**(arguments | first))
+    jostle.attribute(**(arguments | first))
+    with pytest.raises(jostle.InputError, match=message):
+        jostle.attribute(**(arguments | second))
+
+
+def test_another_observable_is_refused(tmp_path: Path) -> None:
+    def run(layer: int) -> None:
+        jostle.attribute(
+            model(), (X, Y), (X, Y), draws=2, out=tmp_path / "run", progress=False,
+            observables={"norm": lambda m: m[layer].weight.norm()[None]},
+        )  # fmt: skip
+
+    run(0)
+    run(0)
+    with pytest.raises(jostle.InputError, match=r"^observable norm: got other values"):
+        run(2)
+
+
+def test_a_start_that_was_cut_off_is_begun_again(tmp_path: Path) -> None:
+    """kill −9 while the directory was laid out: what is there is Jostle's own, and of no use."""
+    (tmp_path / ".begun").touch()
+    (tmp_path / "config.yaml").write_text("half")
+    run = jostle.attribute(model(), (X, Y), (X, Y), draws=2, out=tmp_path, progress=False)
+    assert run.config["draws"] == 2
+    assert not (tmp_path / ".begun").exists()
+
+
+def test_an_empty_directory_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    jostle.attribute(model(), (X, Y), (X, Y), draws=2, out=tmp_path / "link", progress=False)
+    assert (tmp_path / "real" / "manifest.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    jostle.attribute(model(), (X, Y), (X, Y), draws=2, out=".", progress=False)
+    assert (tmp_path / "here" / "manifest.json").is_file()
+
+
+def test_all_chains_failed_and_loaded_again(tmp_path: Path) -> None:
+    from jostle.errors import ChainsFailedError
+
+    for keep in ("traces", "covariance"):
+        with pytest.raises(ChainsFailedError, match="all 4 chains failed"):
+            jostle.attribute(
+                model(), (X, Y), (X, Y), draws=20, out=tmp_path / keep, progress=False, keep=keep,
+                sampler=S(step_size=1e30), posterior=P(n_beta=1e20, localization=1e-31),
+            )  # fmt: skip
+        with pytest.raises(ChainsFailedError, match="it has no scores"):
+            jostle.load(tmp_path / keep).influence()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -44,14 +46,68 @@ def test_mapping_of_tensors() -> None:
     torch.testing.assert_close(batch["a"], X[1:3])
 
 
-def test_fingerprints_know_contents_and_order() -> None:
-    def of(source: object) -> str:
-        return Data(source, "train").fingerprint()
+def fingerprint(source: object, **options: Any) -> str:
+    return Data(source, "train", **options).fingerprint()
 
-    assert of((X, Y)) == of(TensorDataset(X, Y)) == of([(X[i], Y[i]) for i in range(7)])
+
+def test_fingerprints_know_contents_and_order() -> None:
+    assert fingerprint((X, Y)) == fingerprint(TensorDataset(X, Y)) == fingerprint((X.clone(), Y.clone()))
+    assert fingerprint(Lazy()) == fingerprint([(X[i], Y[i]) for i in range(7)])
     other = X.clone()
     other[6, 2] += 1e-6
-    assert len({of((X, Y)), of((other, Y)), of((X[:6], Y[:6])), of((X.flip(0), Y)), of((X.double(), Y))}) == 5
+    different = [(X, Y), (other, Y), (X[:6], Y[:6]), (X.flip(0), Y), (X.double(), Y), (X.bfloat16(), Y.bfloat16())]
+    assert len({fingerprint(source) for source in different}) == 6
+    tokens = [[{"input_ids": [1, 23]}], [{"input_ids": [12, 3]}], [{"input_ids": [1, 2, 3]}], [{"input_ids": [123]}]]
+    assert len({fingerprint(source) for source in tokens}) == 4
+
+
+def test_fingerprints_read_every_row() -> None:
+    labels = torch.zeros(40_000, dtype=torch.long)
+    changed = labels.clone()
+    changed[12_347] = 1
+    rows, changed_rows = ([{"input_ids": [0, int(label)]} for label in part[:20_000]] for part in (labels, changed))
+    assert fingerprint((labels,)) != fingerprint((changed,))
+    assert fingerprint(rows) != fingerprint(changed_rows)
+
+
+class Picture:
+    """Something whose representation holds its address, as PIL's does."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_fingerprints_are_of_what_the_model_is_given() -> None:
+    def collate(samples: list[Picture]) -> torch.Tensor:
+        return torch.tensor([sample.value for sample in samples])
+
+    one, same, other = ([Picture(value) for value in values] for values in ((1, 2), (1, 2), (1, 3)))
+    assert fingerprint(one, collate=collate) == fingerprint(same, collate=collate)
+    assert fingerprint(one, collate=collate) != fingerprint(other, collate=collate)
+
+
+def test_columns_with_a_collate_function_are_rows() -> None:
+    def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([x for x, _ in samples]) * 2, torch.stack([y for _, y in samples])
+
+    data = Data((X, Y), "train", collate=collate)
+    assert len(data) == 7
+    torch.testing.assert_close(data.batch([5, 2])[0], X[[5, 2]] * 2)
+
+
+def test_only_what_fits_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Lazy):
+        reads = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads += 1
+            return np.zeros((3, 100)), 0
+
+    for limit, reads in ((10**6, 8), (10_000, 1)):
+        monkeypatch.setattr("jostle.data.KEPT_IN_MEMORY", limit)
+        source = Counting()
+        Data(source, "train")
+        assert source.reads == reads
 
 
 def test_sequences_are_padded_and_masked() -> None:
@@ -80,6 +136,13 @@ def test_token_mask_with_padding_on_either_side() -> None:
     expected = [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
     batch = {"input_ids": tokens, "attention_mask": attention, "labels": labels}
     assert mask(batch).int().tolist() == expected
+
+
+def test_positions_count_from_the_first_real_token() -> None:
+    positions = jostle.losses.next_token().token_positions  # type: ignore[attr-defined]
+    batch = {"input_ids": torch.ones(2, 4), "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])}
+    real = batch["attention_mask"].bool()
+    assert positions(batch)[real].tolist() == [0, 1, 0, 1, 2]
 
 
 def test_regression_loss_is_the_gaussian_likelihood() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,18 +204,18 @@ def test_reweighting_an_example_moves_the_expectation_by_the_covariance(record: 
     def weighted(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return batch[2] * classification(model, batch[:2])
 
+    settings: dict[str, Any] = {
+        "posterior": jostle.Posterior(n_beta=40, localization=5), "sampler": jostle.SGLD(step_size=5e-3),
+        "chains": 128, "draws": 100, "burn_in": 150, "thin": 14, "batch_size": 40, "progress": False,
+    }  # fmt: skip
+
     def run_with(extra: float) -> jostle.Run:
         weights = torch.ones(len(X), dtype=torch.float64)
         weights[example] += extra
-        return jostle.attribute(
-            model, (X, y), queries,
-            sampling_data=(X, y, weights), potential_loss=weighted,
-            posterior=jostle.Posterior(n_beta=40, localization=5),
-            sampler=jostle.SGLD(step_size=5e-3),
-            chains=128, draws=100, burn_in=150, thin=14, batch_size=40, progress=False,
-        )  # fmt: skip
+        driven = {"sampling_data": (X, y, weights), "potential_loss": weighted}
+        return jostle.attribute(model, (X, y), queries, **driven, **settings)
 
-    plain = run_with(0.0).influence(standard_error=True)
+    plain = jostle.attribute(model, (X, y), queries, **settings).influence(standard_error=True)
     assert plain.scale == pytest.approx(1.0)
     assert plain.standard_error is not None
     up, down = (np.asarray(run_with(sign * delta).traces.losses("query")[:]).mean(1) for sign in (1, -1))
@@ -314,6 +315,22 @@ def test_laplace_expansion_is_exact_for_linear_regression() -> None:
         scores.values, -problem.loss_covariance(np.linalg.inv(problem.precision)), rtol=1e-10, atol=1e-12
     )
     assert scores.scale == pytest.approx(3.0)
+
+
+def test_exact_influence_of_some_weights() -> None:
+    """Where only the last layer moves, its gradients and Hessian are all there is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+    X, y = torch.randn(9, 3, dtype=torch.float64), torch.arange(9) % 2
+    posterior = jostle.Posterior(n_beta=9, localization=2, weights="2.*")
+    scores = jostle.attributors.exact_influence(model, (X, y), (X, y), posterior=posterior)
+    features = torch.tanh(model[0](X)).detach()
+    p = torch.softmax(model(X), 1).detach()
+    g = torch.einsum("nc,nf->ncf", p - nn.functional.one_hot(y, 2), features).flatten(1)
+    curvature = torch.diag_embed(p) - torch.einsum("nc,nd->ncd", p, p)
+    H = torch.einsum("ncd,nf,ng->ncfdg", curvature, features, features).mean(0).reshape(8, 8)
+    expected = -g @ torch.linalg.inv(9 * H + 2 * torch.eye(8)) @ g.T
+    np.testing.assert_allclose(scores.values, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("batch_size", [5, 10**6], ids=["minibatches", "full batch"])

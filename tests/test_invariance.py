@@ -107,6 +107,29 @@ def test_order_of_sampling_data_in_full_batches() -> None:
     assert_same(run(batch_size=20), run(batch_size=20, sampling_data=shuffled))
 
 
+def test_batches_of_more_than_tensors() -> None:
+    """Texts that the loss itself encodes cannot be told apart by chain side by side; so they are not tried."""
+    texts = [(f"{index % 3}{'ab' * (index % 4)}", index % 3) for index in range(12)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs = torch.stack([torch.full((1, 6, 6), len(text) / 10, dtype=torch.float64) for text in batch[0]])
+        return nn.functional.cross_entropy(model(inputs), batch[1], reduction="none")
+
+    settings = {"train": texts, "query": texts[:4], "sampling_data": texts, "loss": loss, "batch_size": 3}
+    assert_same(run(**settings), run(**settings, chains_at_once=1))
+    with pytest.raises(jostle.InputError, match=r"expected 1 for this model .batches hold more than tensors"):
+        run(**settings, chains_at_once=2)
+
+
+def test_what_cannot_be_mapped_over_chains_runs_in_a_loop() -> None:
+    def first_weight(model: nn.Module) -> Tensor:
+        return torch.tensor([next(model.parameters()).reshape(-1)[0].item()])
+
+    together, alone = (run(observables={"first": first_weight}, chains_at_once=count) for count in (None, 1))
+    np.testing.assert_array_equal(together.traces.observable("first")[:], alone.traces.observable("first")[:])
+    assert np.asarray(together.traces.observable("first")[:]).std() > 0
+
+
 def test_thinning_takes_every_other_draw() -> None:
     fine, coarse = run(thin=1, draws=9), run(thin=2, draws=5)
     np.testing.assert_array_equal(losses(fine)[:, ::2], losses(coarse))
@@ -124,31 +147,39 @@ def test_seed_changes_the_noise() -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("keep", ["traces", "covariance"])
-@pytest.mark.parametrize("crash_at", [1, 4, 8, 14])
-def test_resumed_after_a_crash(sampler: str, keep: str, crash_at: int, tmp_path: Path) -> None:
-    calls = 0
+@pytest.mark.parametrize("thin", [1, 3])
+@pytest.mark.parametrize("fault", ["crash", "signal"])
+@pytest.mark.parametrize("at_draw", [1, 8, 14])
+def test_resumed(
+    sampler: str, keep: str, thin: int, fault: str, at_draw: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chains of five draws, one after another, cut off while a draw is observed: at the first, amid the second
+    chain, near the end.
+    """
+    observe, observed = Dynamics.observe, 0
 
-    def observable(model: nn.Module) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == crash_at + 1:  # the first call is the check at w*
+    def faulty(self: Dynamics, group: Group) -> dict[str, Tensor]:
+        nonlocal observed
+        observed += 1
+        if observed == at_draw and fault == "crash":
             raise RuntimeError("power cut")
-        return next(model.parameters()).reshape(-1)[:2]
+        if observed == at_draw:
+            os.kill(os.getpid(), signal.SIGINT)
+        return observe(self, group)
 
-    settings = {"keep": keep, "chains_at_once": 1, "checkpoint_seconds": 0.0, "observables": {"first": observable}}
-    # The uninterrupted run writes once, at its end; this one at every step.
-    calm = {"observables": {"first": lambda model: next(model.parameters()).reshape(-1)[:2]}, "checkpoint_seconds": 1e9}
-    whole = run(sampler, **(settings | calm))
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(sampler, out=tmp_path / "run", **settings)
+    monkeypatch.setattr(Dynamics, "observe", faulty)
+    settings = {"keep": keep, "thin": thin, "chains_at_once": 1, "out": tmp_path / "run"}
+    # A crash can only go back to the last checkpoint; a signal makes one.
+    with pytest.raises(RuntimeError if fault == "crash" else KeyboardInterrupt):
+        run(sampler, **settings, checkpoint_seconds=0.0 if fault == "crash" else 1e9)
     with pytest.raises(jostle.InputError, match="not finished"):
         jostle.load(tmp_path / "run")
-    resumed = run(sampler, out=tmp_path / "run", **settings)
-    assert calls < 15 + 7  # it went on where it stood
+    resumed = run(sampler, **settings)
+    assert observed <= 15 + 3  # it went on where it stood; a finished chain's last draw may be looked at again
+    whole = run(sampler, **(settings | {"out": None}))  # writes once, at its end
     np.testing.assert_array_equal(resumed.influence().values, whole.influence().values)
     if keep == "traces":
         np.testing.assert_array_equal(losses(resumed), losses(whole))
-        np.testing.assert_array_equal(resumed.traces.observable("first")[:], whole.traces.observable("first")[:])
     assert not list((tmp_path / "run").glob("**/*.partial"))
     assert not (tmp_path / "run" / "state").exists()
 

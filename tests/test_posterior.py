@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import jostle
+from jostle.data import Data
+from jostle.functional import FunctionalModel
 from jostle.posterior import MovingWeights
 
 
@@ -56,8 +59,6 @@ def test_frozen_weights_move_only_when_named() -> None:
 
 def test_tied_weights_move_together() -> None:
     """The substituted weight reaches both its places: the gradient is that of the sum of both uses."""
-    from jostle.functional import FunctionalModel
-
     model = Tied().double()
     moving = MovingWeights(model, "all")
     tokens = {"input_ids": torch.tensor([[1, 5, 3, 7]])}
@@ -67,7 +68,13 @@ def test_tied_weights_move_together() -> None:
     with torch.no_grad():
         for name, part in moving.unflatten(flat).items():
             dict(moved.named_parameters())[name].copy_(part)
-    torch.testing.assert_close(value, jostle.losses.next_token()(moved, tokens))
+    losses = jostle.losses.next_token()(moved, tokens)
+    torch.testing.assert_close(value, losses)
+    gradient = FunctionalModel(model, moving).mean_loss_gradient(
+        jostle.losses.next_token(), flat[None], Data([{"input_ids": tokens["input_ids"][0]}], "train"), [np.array([0])]
+    )
+    losses[:, 1:].mean().backward()
+    torch.testing.assert_close(gradient[0], moving.flatten({name: p.grad for name, p in moved.named_parameters()}))
 
 
 def test_weights_that_do_not_move_are_neither_copied_nor_perturbed() -> None:

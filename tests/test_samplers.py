@@ -78,8 +78,6 @@ def test_a_new_rule_is_one_class() -> None:
     """Anything with the protocol's methods samples; here a rule that does not move."""
 
     class Still:
-        step_size = 1.0
-
         def init(self, weights: Tensor) -> dict[str, Tensor]:
             return {"age": torch.zeros(len(weights), 1)}
 
@@ -89,7 +87,7 @@ def test_a_new_rule_is_one_class() -> None:
         ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
             return weights, {"age": statistics["age"] + 1}
 
-        def check(self, potential: Potential) -> None: ...
+        def check(self, potential: Potential, *, burn_in: int) -> None: ...
 
         def remarks(self, statistics: dict[str, Tensor]) -> list[str]:
             return [f"age {statistics['age'].max().item():.0f}"]

@@ -88,7 +88,42 @@ def test_token_blocks_add_up_to_sequence_scores() -> None:
         for query in range(2):
             values = run.token_influence(train=train, query=query).values
             assert run.influence(reduction="sum").values[train, query] == pytest.approx(values.sum(), rel=1e-9)
+            assert run.influence(reduction="sum").scale is None
             assert run.influence(reduction="mean").values[train, query] == pytest.approx(values.mean(), rel=1e-9)
+
+
+def test_padding_that_is_seen_is_noticed() -> None:
+    """Equal lengths at the start of the data set hide it from whoever looks only there."""
+
+    class Leaky(Tied):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(input_ids) + input_ids.shape[1] / 10 * torch.arange(11)
+
+    data = [{"input_ids": torch.arange(4)}] * 20 + [{"input_ids": torch.arange(9)}] * 3
+    with pytest.raises(jostle.InputError, match=r"^loss on train: got .* with other neighbours"):
+        jostle.attribute(Leaky(), data, data, loss=jostle.losses.next_token(), draws=2, progress=False)
+
+
+def test_ragged_losses_without_a_mask_are_refused() -> None:
+    def unmasked(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return jostle.losses.next_token()(model, batch)
+
+    with pytest.raises(
+        jostle.InputError, match=r"got \d and \d token losses for example \d in two batches.*token_mask"
+    ):
+        jostle.attribute(Tied(), sequences(), sequences(), loss=unmasked, draws=2, progress=False)
+
+
+def test_half_precision_losses_are_recorded_as_float32() -> None:
+    def half(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").bfloat16()
+
+    X, y = torch.randn(6, 3), torch.arange(6) % 2
+    run = jostle.attribute(
+        torch.nn.Linear(3, 2), (X, y), (X, y), loss=half, draws=3, progress=False,
+        observables={"bias": lambda model: model.bias.bfloat16()},
+    )  # fmt: skip
+    assert run.traces.losses("train").dtype == run.traces.observable("bias").dtype == np.float32
 
 
 def test_covariance_only_run_averages_tokens() -> None:

@@ -24,7 +24,7 @@ from jostle.config import Config
 from jostle.data import Data
 from jostle.estimate import StreamingCovariance
 from jostle.functional import FunctionalModel, Observable, Observer
-from jostle.losses import Loss
+from jostle.losses import Loss, at_least_float32
 from jostle.samplers import Statistics
 from jostle.traces import Columns, Traces
 
@@ -79,7 +79,7 @@ class Dynamics:
         self._sampling_data, self._potential_loss = sampling_data, potential_loss
         self._observers, self._observables = observers, observables
         self._potential = config.posterior.potential(model.moving.center)
-        config.sampler.check(self._potential)
+        config.sampler.check(self._potential, burn_in=config.burn_in)
 
     def start(self, chains: list[int]) -> Group:
         """Put chains at w*, at step 0."""
@@ -112,7 +112,7 @@ class Dynamics:
         """Return the losses of every observed set, and every observable, at the group's weights."""
         seen = {name: observer(group.weights) for name, observer in self._observers.items()}
         for name, observable in self._observables.items():
-            seen[f"observables/{name}"] = self.model.evaluate(observable, group.weights)
+            seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         return seen
 
 
@@ -198,8 +198,8 @@ class TraceRecorder:
 class CovarianceRecorder:
     """Keeps running sums instead of traces; per-token losses are averaged over their sequence first."""
 
-    def __init__(self, path: Path, observers: Mapping[str, Observer]) -> None:
-        self._path = path
+    def __init__(self, path: Path, observers: Mapping[str, Observer], draws: int) -> None:
+        self._path, self._draws = path, draws
         self._columns = {name: observer.columns for name, observer in observers.items()}
         centers = [
             _sequence_means(observers[name].center_losses, self._columns[name]).cpu() for name in ("train", "query")
@@ -237,6 +237,9 @@ class CovarianceRecorder:
         """Add the chain to the total, and write that."""
         self._stream.finish(chain)
         self._finished = [*self._finished, chain]
+        recorded, expected = int(self._stream.sums["draws"]), self._draws * len(self._finished)
+        if recorded != expected:
+            raise RuntimeError(f"{recorded} draws in the sums of {len(self._finished)} chains, not {expected}")
         write_tensors(self._path, self._stream.sums, {"finished": self._finished})
 
     def drop(self, chain: int) -> None:
@@ -360,6 +363,15 @@ def run_chains(
     for group in _groups(dynamics, recorder, checkpoints, remaining, at_once):
         done += group.step * len(group.chains)
         while group.chains:
+            # Before the step's draw is observed: a chain that resumes here observes it, and nobody does so twice.
+            stop = interrupted()
+            if stop or clock.due():
+                started = time.monotonic()
+                recorder.flush()
+                checkpoints.save(group, recorder)
+                clock.took(time.monotonic() - started)
+            if stop:
+                raise KeyboardInterrupt
             mean_loss = None
             draw, between = divmod(group.step - config.burn_in, config.thin)
             if group.step >= config.burn_in and between == 0:
@@ -376,13 +388,6 @@ def run_chains(
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
                     break
-            if interrupted() or clock.due():
-                started = time.monotonic()
-                recorder.flush()
-                checkpoints.save(group, recorder)
-                clock.took(time.monotonic() - started)
-            if interrupted():
-                raise KeyboardInterrupt
             dynamics.advance(group)
             done += len(group.chains)
             report(Progress(done, mean_loss))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import numbers
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jostle.data import fingerprint_text
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.samplers import Sampler
@@ -40,9 +40,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("chains", "draws", "thin", "batch_size"):
-            _require_whole(name, getattr(self, name), at_least=1)
-        _require_whole("burn_in", self.burn_in, at_least=0)
-        _require_whole("seed", self.seed, at_least=0)
+            require_whole(name, getattr(self, name), at_least=1)
+        require_whole("burn_in", self.burn_in, at_least=0)
+        require_whole("seed", self.seed, at_least=0)
+        for name in self.observables:
+            if not name or "/" in name:
+                raise InputError("observables", got=f"the name {name!r}", expected="names without a slash")
+        if self.observables and self.keep == "covariance":
+            raise InputError(
+                "observables", got="keep='covariance', which keeps nothing but train × query", expected="keep='traces'"
+            )
         if self.chains * self.draws < 2:
             raise InputError("draws", got="one draw in all", expected="at least two, for a covariance")
         if self.keep not in ("traces", "covariance"):
@@ -62,8 +69,7 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of the configuration."""
-        text = json.dumps(self.to_dict(), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint_text(json.dumps(self.to_dict(), sort_keys=True, default=str))
 
 
 def _fields(settings: Any) -> dict[str, Any]:
@@ -89,7 +95,8 @@ def _describe_selection(selection: Any) -> Any:
     return [_describe_selection(part) for part in selection]
 
 
-def _require_whole(name: str, value: Any, *, at_least: int) -> None:
+def require_whole(name: str, value: Any, *, at_least: int) -> None:
+    """Refuse what is not a whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
         expected = "a positive whole number" if at_least else "a whole number that is not negative"
         raise InputError(name, got=repr(value), expected=expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ Collate = Callable[[list[Any]], Batch]
 PADDING = {"labels": IGNORED_LABEL}
 """What each field of a token sequence is padded with, where that is not 0."""
 
-FINGERPRINTED_SAMPLES = 16_384
-"""A fingerprint reads at most this many samples, evenly spaced, besides the length."""
+MOST_FINGERPRINTED = 16_384
+"""Of samples that are not kept in memory, a fingerprint reads at most this many, evenly spaced."""
 
 KEPT_IN_MEMORY = 2 << 30
 """Samples are read once and kept when they are estimated to take fewer bytes than this."""
@@ -38,20 +39,27 @@ class Data:
         self, source: Any, name: str, *, collate: Collate | None = None, device: torch.device | None = None
     ) -> None:
         self.name = name
-        self._whole: Batch = None
         self._device = device
         self._collate = collate or collate_samples
-        self._columns = None if collate else _as_columns(source)
-        if self._columns is not None:
-            self._length = _common_length(self._columns, name)
-            self._columns = map_tensors(self._columns, lambda tensor: tensor.to(device))
+        self._whole: Batch = None
+        columns = _as_columns(source)
+        self._columns = None
+        if columns is not None:
+            self._length = _common_length(columns, name)
+            if collate is None:
+                self._columns = map_tensors(columns, lambda tensor: tensor.to(device))
+            else:
+                source = _Rows(columns, self._length)
         else:
             self._length = _length(source, name)
-            self._samples = source
         if self._length == 0:
             raise InputError(name, got="an empty data set", expected="at least one example")
-        if self._columns is None and _size_in_bytes(source[0]) * self._length <= KEPT_IN_MEMORY:
-            self._samples = [source[index] for index in range(self._length)]
+        self._kept = self._columns is not None
+        if self._columns is None:
+            self._samples = source
+            if _size_in_bytes(_first_sample(source, name)) * self._length <= KEPT_IN_MEMORY:
+                self._samples = [source[index] for index in range(self._length)]
+                self._kept = True
 
     def __len__(self) -> int:
         return self._length
@@ -59,11 +67,14 @@ class Data:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Collate the samples at these indices."""
         if self._columns is not None:
+            if isinstance(indices, range) and indices.step == 1:
+                rows = slice(indices.start, indices.stop)  # a view, not a copy
+                return map_tensors(self._columns, lambda tensor: tensor[rows])
             index = torch.as_tensor(np.asarray(indices), device=self._device)
             return map_tensors(self._columns, lambda tensor: tensor[index])
         try:
             batch = self._collate([self._samples[int(index)] for index in indices])
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ValueError) as error:
             raise InputError(
                 self.name,
                 got=f"samples that do not collate into a batch ({str(error).splitlines()[0]})",
@@ -78,17 +89,38 @@ class Data:
             self._whole = self.batch(range(self._length))
         return self._whole
 
+    def spread(self, count: int) -> list[int]:
+        """Return indices of some samples: evenly spaced, and the smallest and the largest where these are known."""
+        chosen = set(np.linspace(0, self._length - 1, min(count, self._length)).astype(int).tolist())
+        if self._columns is None and self._kept:
+            sizes = [_size_in_bytes(sample) for sample in self._samples]
+            chosen |= {int(np.argmin(sizes)), int(np.argmax(sizes))}
+        return sorted(chosen)
+
     def fingerprint(self) -> str:
-        """Return a hash of the contents, the same for the same samples however they are held."""
+        """Return a hash of the contents, as the model is given them."""
         digest = hashlib.sha256(f"{self._length}".encode())
-        step = -(-self._length // FINGERPRINTED_SAMPLES)
-        for index in range(0, self._length, step):
-            if self._columns is not None:
-                sample = map_tensors(self._columns, lambda tensor, index=index: tensor[index])
-            else:
-                sample = self._samples[index]
-            _hash_into(digest, sample)
+        if self._columns is not None:
+            _hash_into(digest, self._columns)
+            return digest.hexdigest()[:16]
+        step = 1 if self._kept else -(-self._length // MOST_FINGERPRINTED)
+        indices = range(0, self._length, step)
+        for start in range(0, len(indices), 256):
+            _hash_into(digest, self.batch(list(indices[start : start + 256])))
         return digest.hexdigest()[:16]
+
+
+class _Rows:
+    """Columns seen as samples, for a collate function."""
+
+    def __init__(self, columns: Any, length: int) -> None:
+        self._columns, self._length = columns, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(self._columns, lambda tensor: tensor[index])
 
 
 def collate_samples(samples: list[Any]) -> Batch:
@@ -116,19 +148,16 @@ def _pad_sequences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-_AS_IT_IS = object()
-
-
-def map_tensors(tree: Any, function: Callable[[Tensor], Any], otherwise: Any = _AS_IT_IS) -> Any:
-    """Apply a function to every tensor of a batch; everything else stays as it is, or becomes ``otherwise``."""
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to every tensor of a batch, and leave everything else as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, function, otherwise) for key, value in tree.items()}
+        return {key: map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        mapped = [map_tensors(value, function, otherwise) for value in tree]
+        mapped = [map_tensors(value, function) for value in tree]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    return tree if otherwise is _AS_IT_IS else otherwise
+    return tree
 
 
 def _as_columns(source: Any) -> Any:
@@ -170,29 +199,57 @@ def _length(source: Any, name: str) -> int:
     )
 
 
-def _size_in_bytes(sample: Any) -> int:
-    sizes = [0]
-    map_tensors(sample, lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
-    return max(sum(sizes), 1024)
+def _first_sample(source: Any, name: str) -> Any:
+    try:
+        return source[0]
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            name,
+            got=f"a {type(source).__name__} that cannot be indexed by number ({type(error).__name__})",
+            expected="a data set whose samples are source[0], source[1], ...",
+            fix="of a data frame, pass frame.to_dict('records')",
+        ) from error
+
+
+def _size_in_bytes(value: Any) -> int:
+    """About how much memory a sample takes."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_size_in_bytes(part) for part in value.values())
+    if isinstance(value, tuple | list):
+        numbers = len(value) > 0 and isinstance(value[0], int | float)
+        return 32 * len(value) if numbers else sum(_size_in_bytes(part) for part in value)
+    if hasattr(value, "tobytes"):  # an image
+        return len(value.tobytes())
+    return sys.getsizeof(value)
 
 
 def _hash_into(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value.view(torch.uint8) if value.dtype == torch.bfloat16 else value
-        value = value.numpy()
-    if isinstance(value, np.ndarray):
-        digest.update(f"{value.dtype}{value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
+    """Feed a batch to a hash; every part is led by its type and size, so that no two batches read the same."""
+    if isinstance(value, Tensor | np.ndarray):
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+        digest.update(f"tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
-        for key in sorted(value):
-            digest.update(str(key).encode())
+        digest.update(f"mapping {len(value)};".encode())
+        for key in sorted(value, key=str):
+            _hash_into(digest, str(key))
             _hash_into(digest, value[key])
     elif isinstance(value, tuple | list):
+        digest.update(f"sequence {len(value)};".encode())
         for part in value:
             _hash_into(digest, part)
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        text = repr(value)
+        digest.update(f"{type(value).__name__} {len(text)} {text};".encode())
+    elif hasattr(value, "__dict__"):  # a batch of the user's own class
+        digest.update(f"object {type(value).__qualname__};".encode())
+        _hash_into(digest, vars(value))
     else:
-        digest.update(repr(value).encode())
+        digest.update(f"opaque {type(value).__qualname__};".encode())
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -200,3 +257,8 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     _hash_into(digest, tensors)
     return digest.hexdigest()[:16]
+
+
+def fingerprint_text(text: str) -> str:
+    """Return a hash of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

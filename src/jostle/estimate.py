@@ -59,7 +59,8 @@ class Estimate:
     standard_error: Float[np.ndarray, "left right"] | None
     degrees_of_freedom: int | None
     between_chain_share: float
-    """The share of the left columns' variance that lies between chains; near 1/draws when chains agree."""
+    """The share of the left columns' variance that lies between chains; about 1/(effective draws of a chain) when they
+    agree."""
 
 
 def covariance(
@@ -109,20 +110,22 @@ def covariance(
             expected="at least two draws" + (" in each chain" if centering == "within" else ""),
             fix="raise draws",
         )
+    n, q = left.shape[2], right.shape[2]
+    tile = _tile_widths(left, right, len(kept) * draws, errors=standard_error, buffer_bytes=buffer_bytes)
     batches = None
     if standard_error:
         if batch_length is None:
-            first_blocks = (next(_column_blocks(trace, kept, PROBED_SERIES * 64))[1] for trace in (left, right))
+            first_blocks = (
+                next(column_blocks(trace, kept, width))[1] for trace, width in zip((left, right), tile, strict=True)
+            )
             batch_length = _batch_length(*first_blocks)
         batches = _Batches(len(kept), draws, batch_length, centering)
-    n, q = left.shape[2], right.shape[2]
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
-    tile = _tile_width(len(kept) * draws, n, q, np.dtype(left.dtype).itemsize, batches is not None, buffer_bytes)
     shares = np.empty(n)
-    for b, columns_b in _column_blocks(right, kept, tile[1]):
+    for b, columns_b in column_blocks(right, kept, tile[1]):
         B, _ = _centered(columns_b, centering)
-        for a, columns_a in _column_blocks(left, kept, tile[0]):
+        for a, columns_a in column_blocks(left, kept, tile[0]):
             A, share = _centered(columns_a, centering)
             shares[a] = share
             tile_values = _moment(A, B, len(kept) * draws - groups, normalize)
@@ -133,7 +136,8 @@ def covariance(
     return Estimate(values, errors, freedom, float(shares.mean()))
 
 
-def _column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
+def column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Read a trace a few columns at a time: (chain, draw, column)."""
     every = len(chains) == trace.shape[0]
     for start in range(0, trace.shape[2], width):
         block = slice(start, min(start + width, trace.shape[2]))
@@ -141,14 +145,18 @@ def _column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tup
         yield block, torch.from_numpy(np.ascontiguousarray(values if every else values[chains]))
 
 
-def _tile_width(rows: int, n: int, q: int, itemsize: int, errors: bool, buffer_bytes: int) -> tuple[int, int]:
-    """Widths (left, right) such that both blocks, as read and as centred, and the tile's temporaries fit."""
-    # Reading and centring hold a few copies of a block, one of them in float64; the jackknife holds several of a tile.
-    per_column = 8 * rows * max(itemsize, 4)
+def _tile_widths(left: Trace, right: Trace, rows: int, *, errors: bool, buffer_bytes: int) -> tuple[int, int]:
+    """How many columns of each side to take at once, so that both blocks and the tile between them fit the buffer."""
+    itemsize = np.dtype(left.dtype).itemsize
+    # Reading and centring hold a few copies of a block, one in float64; a sequence's column is read as its tokens.
+    per_column = [
+        rows * (7 * max(itemsize, 4) + itemsize * getattr(trace, "read_per_column", 1)) for trace in (left, right)
+    ]
+    # The jackknife holds a dozen arrays of a tile's size.
     per_entry = (12 if errors else 2) * itemsize
-    right = max(1, min(q, int(buffer_bytes / 2 / per_column)))
-    left = max(1, min(n, int(buffer_bytes / 2 / (per_column + per_entry * right))))
-    return left, right
+    wide_right = max(1, min(right.shape[2], int(buffer_bytes / 2 / per_column[1])))
+    wide_left = max(1, min(left.shape[2], int(buffer_bytes / 2 / (per_column[0] + per_entry * wide_right))))
+    return wide_left, wide_right
 
 
 def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) -> tuple[Tensor, np.ndarray]:
@@ -159,7 +167,10 @@ def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) 
     total = (wide - mean).square().sum((0, 1))
     between = values.shape[1] * (chain_means - mean).square().sum((0, 1))
     share = (between / total.clamp(min=torch.finfo(torch.float64).tiny)).numpy()
-    return (wide - (mean if centering == "pooled" else chain_means)).to(values.dtype), share
+    centered = wide - (mean if centering == "pooled" else chain_means)
+    # What is left of a loss that never moved is the rounding of its mean, which would correlate perfectly with others'.
+    rounding = 4 * torch.finfo(values.dtype).eps * mean.abs()
+    return torch.where(centered.abs().amax((0, 1)) > rounding, centered, 0).to(values.dtype), share
 
 
 def _moment(A: Tensor, B: Tensor, divisor: float, normalize: bool) -> Tensor:
@@ -196,6 +207,14 @@ class _Batches:
         ]
         self._chains, self._draws, self._within = chains, draws, centering == "within"
         self.count = len(self._slices)
+        groups = chains if self._within else 1
+        if chains * draws - max(stop - start for start, stop in itertools.pairwise(edges)) - groups < 1:
+            raise InputError(
+                "standard_error",
+                got=f"{chains} chains × {draws} draws",
+                expected="enough draws to leave a batch of them out",
+                fix="raise draws",
+            )
         if self.count < FEWEST_BATCHES or (draws // per_chain < length and per_chain > 1):
             warnings.warn(
                 f"standard errors rest on only {self.count} batches of {draws // per_chain} draws (the draws' "
@@ -274,68 +293,111 @@ def autocorrelation_time(series: Float[np.ndarray, "chain draw column"]) -> floa
 
 
 class StreamingCovariance:
-    """The covariance without the traces: memory O(nq + n + q), however many draws.
+    """The covariance without the traces: memory O(nq + n + q) for each chain that is open, however many draws.
 
-    Sums are of ℓ − ℓ(w*), not of ℓ: otherwise the size of the losses themselves would cancel in float32, and take
-    the covariance with it. A chain is kept apart until it is finished, so one that fails leaves no mark.
+    Draws are folded in by blocks, each centred at its own mean, by the parallel formula for co-moments:
+
+        M ← M + M_block + (k·m/(k + m))·δaδbᵀ,   δ = difference of the two means, k and m draws.
+
+    Sums of raw losses would cancel in float32, and so would sums of ℓ − ℓ(w*): with many weights moving, losses rise
+    above their value at w* by many times their own spread. Losses enter as ℓ − ℓ(w*) all the same, which keeps the
+    means small. A chain stays apart until it is finished, so one that fails leaves no mark.
+
+    Reference: Chan, Golub and LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances*,
+    1979.
     """
 
+    BLOCK = 32
+
     def __init__(self, left_center: Float[Tensor, " left"], right_center: Float[Tensor, " right"]) -> None:
-        self._centers = left_center, right_center
+        self._centers = {"left": left_center, "right": right_center}
         self._open: dict[int, dict[str, Tensor]] = {}
-        self.sums = self._zeros() | {"between": self._zeros()["products"], "chains": torch.zeros(())}
-        for side in ("left", "right"):
-            self.sums[f"{side}_between"] = torch.zeros_like(self.sums[f"{side}_sum"])
+        self._pending: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        zeros = self._zeros()
+        self.sums = (
+            zeros | {f"within_{name}": zeros[name].clone() for name in _CO_MOMENTS} | {"chains": torch.zeros(())}
+        )
 
     def _zeros(self) -> dict[str, Tensor]:
-        left, right = self._centers
-        zeros = {
-            "products": left.new_zeros(len(left), len(right)),
-            "draws": torch.zeros((), dtype=torch.float64),
-        }
-        for side, center in (("left", left), ("right", right)):
-            for moment in ("sum", "squares"):
+        left, right = self._centers["left"], self._centers["right"]
+        zeros = {"products": left.new_zeros(len(left), len(right)), "draws": torch.zeros((), dtype=torch.float64)}
+        for side, center in self._centers.items():
+            for moment in ("mean", "squares"):
                 zeros[f"{side}_{moment}"] = torch.zeros_like(center, dtype=torch.float64)
         return zeros
 
     def update(self, chain: int, left: Float[Tensor, " left"], right: Float[Tensor, " right"]) -> None:
         """Take in one draw of a chain."""
+        pending = self._pending.setdefault(chain, [])
+        pending.append((left, right))
+        if len(pending) == self.BLOCK:
+            self._fold(chain)
+
+    def _fold(self, chain: int) -> None:
         sums = self._open.setdefault(chain, self._zeros())
-        a, b = left - self._centers[0], right - self._centers[1]
-        sums["products"].addr_(a, b)
-        sums["draws"] += 1
-        for side, values in (("left", a.double()), ("right", b.double())):
-            sums[f"{side}_sum"] += values
-            sums[f"{side}_squares"] += values.square()
+        if not self._pending.get(chain):
+            return
+        pending = self._pending.pop(chain)
+        draws = len(pending)
+        left, right = (torch.stack(side) for side in zip(*pending, strict=True))
+        values = {"left": left - self._centers["left"], "right": right - self._centers["right"]}
+        means = {side: value.double().mean(0) for side, value in values.items()}
+        centered = {side: value - means[side].to(value.dtype) for side, value in values.items()}
+        folded = {"products": centered["left"].T @ centered["right"], "draws": torch.tensor(draws, dtype=torch.float64)}
+        for side in values:
+            folded[f"{side}_mean"] = means[side]
+            folded[f"{side}_squares"] = centered[side].double().square().sum(0)
+        _merge(sums, folded)
 
     def unfinished(self, chain: int) -> dict[str, Tensor]:
-        """Return the sums of a chain that is still running, for its checkpoint."""
-        return self._open.get(chain, {})
+        """Return what is known of a chain that is still running, for its checkpoint."""
+        state = dict(self._open.get(chain, {}))
+        for side, draws in zip(("left", "right"), zip(*self._pending.get(chain, []), strict=True), strict=False):
+            state[f"pending_{side}"] = torch.stack(draws)
+        return state
 
-    def restore(self, chain: int, sums: dict[str, Tensor]) -> None:
+    def restore(self, chain: int, state: dict[str, Tensor]) -> None:
         """Go on from `unfinished`."""
+        pending = [state.get(f"pending_{side}", torch.empty(0)) for side in ("left", "right")]
+        self._pending[chain] = list(zip(*pending, strict=True))
+        sums = {name: value.clone() for name, value in state.items() if not name.startswith("pending_")}
         if sums:
-            self._open[chain] = {name: value.clone() for name, value in sums.items()}
+            self._open[chain] = sums
 
     def finish(self, chain: int) -> None:
         """Add a finished chain to the total."""
+        self._fold(chain)
         sums = self._open.pop(chain)
-        for name, value in sums.items():
-            self.sums[name] += value
-        left, right, draws = sums["left_sum"], sums["right_sum"], sums["draws"]
-        dtype = self.sums["between"].dtype
-        self.sums["between"].addr_((left / draws).to(dtype), right.to(dtype))
-        self.sums["left_between"] += left.square() / draws
-        self.sums["right_between"] += right.square() / draws
+        for name in _CO_MOMENTS:
+            self.sums[f"within_{name}"] += sums[name]
+        _merge(self.sums, sums)
         self.sums["chains"] += 1
 
     def drop(self, chain: int) -> None:
         """Forget a chain that failed."""
         self._open.pop(chain, None)
+        self._pending.pop(chain, None)
 
     def estimate(self, *, centering: Centering = "pooled", normalize: bool = False) -> Estimate:
         """Covariance or correlation of the finished chains; the same numbers as `covariance` of their traces."""
         return covariance_from_sums(self.sums, centering=centering, normalize=normalize)
+
+
+_CO_MOMENTS = ("products", "left_squares", "right_squares")
+
+
+def _merge(into: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Add the draws of one set of co-moments to another, in place."""
+    k, m = into["draws"].item(), other["draws"].item()
+    shift = {side: other[f"{side}_mean"] - into[f"{side}_mean"] for side in ("left", "right")}
+    weight = k * m / (k + m)
+    dtype = into["products"].dtype
+    into["products"] += other["products"]
+    into["products"].addr_((weight * shift["left"]).to(dtype), shift["right"].to(dtype))
+    for side, difference in shift.items():
+        into[f"{side}_squares"] += other[f"{side}_squares"] + weight * difference.square()
+        into[f"{side}_mean"] += difference * (m / (k + m))
+    into["draws"] += m
 
 
 def covariance_from_sums(
@@ -343,24 +405,11 @@ def covariance_from_sums(
 ) -> Estimate:
     """Finish the estimate of `StreamingCovariance` from its sums."""
     draws, chains = float(sums["draws"]), float(sums["chains"])
-    pooled, freedom = centering == "pooled", draws - (1 if centering == "pooled" else chains)
+    freedom = draws - (1 if centering == "pooled" else chains)
     if freedom < 1:
         raise InputError("draws", got=int(draws), expected="at least two draws in finished chains", fix="raise draws")
-    dtype = sums["products"].dtype
-    if pooled:
-        means = (sums["left_sum"] / draws).to(dtype), sums["right_sum"].to(dtype)
-        products = torch.addr(sums["products"], *means, alpha=-1)
-    else:
-        products = sums["products"] - sums["between"]
-    squares = {
-        side: sums[f"{side}_squares"] - (sums[f"{side}_sum"].square() / draws if pooled else sums[f"{side}_between"])
-        for side in ("left", "right")
-    }
-    if normalize:
-        values = _divide(products, squares["left"].to(dtype), squares["right"].to(dtype))
-    else:
-        values = products / freedom
-    mean_square = sums["left_sum"].square() / draws
-    total = (sums["left_squares"] - mean_square).clamp(min=torch.finfo(torch.float64).tiny)
-    share = ((sums["left_between"] - mean_square) / total).mean()
+    products, left, right = (sums[name if centering == "pooled" else f"within_{name}"] for name in _CO_MOMENTS)
+    values = _divide(products, left.to(products.dtype), right.to(products.dtype)) if normalize else products / freedom
+    total = sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
+    share = (1 - sums["within_left_squares"] / total).mean()
     return Estimate(values.numpy(), None, None, float(share))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 
 from jostle.data import Data, map_tensors
 from jostle.errors import InputError
-from jostle.losses import Batch, Loss
+from jostle.losses import Batch, Loss, at_least_float32
 from jostle.posterior import MovingWeights
 from jostle.traces import Columns
 
@@ -38,6 +38,14 @@ class FunctionalModel:
     def __init__(self, model: nn.Module, moving: MovingWeights, *, side_by_side: bool = False) -> None:
         self.model, self.moving, self.side_by_side = model, moving, side_by_side
         self.device = next(model.parameters()).device
+        # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
+        self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+    @property
+    def tolerance(self) -> float:
+        """How far two evaluations of the same thing may differ, relatively, by rounding."""
+        eps = (torch.finfo(value.dtype).eps for value in self.model.parameters() if value.is_floating_point())
+        return min(0.03, 1000 * max(eps))
 
     def _call(self, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Any) -> Tensor:
         weights = {f"model.{name}": value for name, value in self.moving.unflatten(flat).items()}
@@ -75,16 +83,15 @@ class FunctionalModel:
             gradients = []
             for flat, chosen in zip(weights, indices, strict=True):
                 leaf = flat.detach().requires_grad_()
-                with torch.enable_grad():
+                with torch.enable_grad(), torch.backends.cudnn.flags(enabled=not self._needs_plain_kernels):
                     value = mean_loss(leaf, data.whole() if whole else data.batch(chosen))
-                gradients.append(torch.autograd.grad(value, leaf)[0])
+                    gradients.append(torch.autograd.grad(value, leaf)[0])
             return torch.stack(gradients)
         if whole:
             return vmap(grad(mean_loss), in_dims=(0, None))(weights, data.whole())
         shape = (len(indices), len(indices[0]))
         batch = map_tensors(data.batch(np.concatenate(indices)), lambda tensor: tensor.unflatten(0, shape))
-        mapped = map_tensors(batch, lambda _: 0, otherwise=None)
-        return vmap(grad(mean_loss), in_dims=(0, mapped))(weights, batch)
+        return vmap(grad(mean_loss))(weights, batch)
 
 
 class _Call(nn.Module):
@@ -117,37 +124,44 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Observer:
-    """One observed data set: its columns, its losses at w*, and its losses at any other weights."""
+    """One observed data set: its columns, its losses at w*, and its losses at any other weights.
 
-    def __init__(self, model: FunctionalModel, loss: Loss, data: Data, batch_size: int) -> None:
+    Args:
+        model: the model as a function of its weights.
+        loss: what is observed.
+        data: the data set.
+        batch_size: examples in one forward pass.
+        most: observe at most this many examples, evenly spaced.
+    """
+
+    def __init__(
+        self, model: FunctionalModel, loss: Loss, data: Data, batch_size: int, *, most: int | None = None
+    ) -> None:
         self._model, self._loss, self._data = model, loss, data
-        self._indices = [
-            np.arange(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)
-        ]
+        indices = range(0, len(data), 1 if most is None else -(-len(data) // most))
+        self._indices = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
         self._batches: list[Batch] | None = []
         self._entries: list[Tensor | None] = []
         center = model.moving.center[None]
         losses, lengths, positions, kept = [], [], [], 0
-        for indices in self._indices:
-            batch = data.batch(indices)
-            values = check_losses(model.evaluate(loss, center, batch)[0], len(indices), f"loss on {data.name}")
-            entries, counts, places = _real_entries(values, token_mask(loss, batch), data.name, int(indices[0]))
+        for chosen in self._indices:
+            batch = data.batch(chosen)
+            values = check_losses(model.evaluate(loss, center, batch)[0], len(chosen), f"loss on {data.name}")
+            entries, counts, places = _real_entries(values, loss, batch, data.name, chosen)
             self._entries.append(entries)
             losses.append(values.flatten() if entries is None else values.flatten()[entries])
             lengths.append(counts)
             positions.append(places)
-            sizes: list[int] = []
-            map_tensors(batch, lambda tensor, sizes=sizes: sizes.append(tensor.numel() * tensor.element_size()))
-            kept += sum(sizes)
+            kept += _bytes_in(batch)
             if self._batches is not None:
                 self._batches = [*self._batches, batch] if kept <= KEPT_BATCHES else None
-        self.center_losses: Float[Tensor, " column"] = torch.cat(losses)
+        self.center_losses: Float[Tensor, " column"] = at_least_float32(torch.cat(losses))
         if self._entries[0] is None:
-            self.columns = Columns(len(data))
+            self.columns = Columns(len(indices))
         else:
             offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-            self.columns = Columns(len(data), offsets, np.concatenate(positions))
-        _require_finite(self.center_losses, self.columns, data.name)
+            self.columns = Columns(len(indices), offsets, np.concatenate(positions))
+        _require_finite(self.center_losses, self.columns, indices, data.name)
 
     def __call__(self, weights: Float[Tensor, "chain weight"]) -> Float[Tensor, "chain column"]:
         """Return the loss of every column at these weights."""
@@ -156,7 +170,13 @@ class Observer:
             batch = self._data.batch(indices) if self._batches is None else self._batches[number]
             values = self._model.evaluate(self._loss, weights, batch).flatten(1)
             out.append(values if entries is None else values[:, entries])
-        return torch.cat(out, dim=1)
+        return at_least_float32(torch.cat(out, dim=1))
+
+
+def _bytes_in(batch: Batch) -> int:
+    sizes: list[int] = []
+    map_tensors(batch, lambda tensor: sizes.append(tensor.numel() * tensor.element_size()))
+    return sum(sizes)
 
 
 def check_losses(losses: Tensor, length: int, what: str) -> Tensor:
@@ -172,26 +192,29 @@ def check_losses(losses: Tensor, length: int, what: str) -> Tensor:
 
 
 def _real_entries(
-    losses: Tensor, mask: Tensor | None, name: str, first: int
+    losses: Tensor, loss: Loss, batch: Batch, name: str, indices: range
 ) -> tuple[Tensor | None, np.ndarray, np.ndarray]:
-    """Flat indices of a batch's real tokens, how many each sample has, and their positions."""
+    """Flat indices of a batch's real tokens, how many each sample has, and their positions in it."""
     if losses.ndim == 1:
         return None, np.empty(0, np.int64), np.empty(0, np.int64)
+    mask = token_mask(loss, batch)
     if mask is None:
         mask = torch.ones_like(losses, dtype=torch.bool)
     counts = mask.sum(1).cpu().numpy()
     if (counts == 0).any():
         raise InputError(
             name,
-            got=f"example {first + int(np.argmin(counts))} without a single scored token",
+            got=f"example {indices[int(np.argmin(counts))]} without a single scored token",
             expected="at least one in every example",
             fix="a sequence needs two tokens, and one label that is not masked",
         )
     entries = mask.flatten().nonzero()[:, 0]
-    return entries, counts, (entries % mask.shape[1]).cpu().numpy()
+    method = getattr(loss, "token_positions", None)
+    positions = entries % mask.shape[1] if method is None else method(batch).flatten()[entries]
+    return entries, counts, positions.cpu().numpy()
 
 
-def _require_finite(losses: Tensor, columns: Columns, name: str) -> None:
+def _require_finite(losses: Tensor, columns: Columns, indices: range, name: str) -> None:
     bad = (~torch.isfinite(losses)).nonzero()[:, 0]
     if len(bad):
         column = int(bad[0])
@@ -200,7 +223,8 @@ def _require_finite(losses: Tensor, columns: Columns, name: str) -> None:
             sample = int(np.searchsorted(columns.offsets, column, side="right")) - 1
         raise InputError(
             f"loss at w* on {name}",
-            got=f"{losses[column].item()} for example {sample} ({len(bad)} of {len(losses)} losses are not finite)",
+            got=f"{losses[column].item()} for example {indices[sample]} ({len(bad)} of {len(losses)} losses are not "
+            "finite)",
             expected="finite losses at the checkpoint itself",
             fix="check that example and the model's precision",
         )
@@ -211,77 +235,121 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
 
     Influence between two examples would otherwise be made by how they were batched.
     """
-    count = min(PROBED_EXAMPLES, len(data))
+    what = f"loss on {data.name}"
+    probed = data.spread(PROBED_EXAMPLES)
     center = model.moving.center[None]
 
     def losses(indices: list[int]) -> list[Tensor]:
         batch = data.batch(indices)
-        values = check_losses(model.evaluate(loss, center, batch)[0], len(indices), f"loss on {data.name}")
+        values = check_losses(model.evaluate(loss, center, batch)[0], len(indices), what)
         mask = token_mask(loss, batch)
         return [row if mask is None else row[mask[i]] for i, row in enumerate(values)]
 
-    together = losses(list(range(count)))
-    again = losses(list(range(count)))
-    tolerance = _tolerance(model)
+    try:
+        together = losses(probed)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's model or loss may raise
+        raise InputError(
+            what,
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="losses",
+            fix="check the types and shapes of a batch against what the model takes",
+        ) from error
+    again = losses(probed)
+    tolerance = model.tolerance
 
     def differs(left: list[Tensor], right: list[Tensor]) -> int | None:
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        for number, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a.shape != b.shape:
+                raise InputError(
+                    what,
+                    got=f"{a.numel()} and {b.numel()} token losses for example {probed[number]} in two batches",
+                    expected="the same tokens in every batch",
+                    fix="give the loss a method token_mask(batch) that leaves padding out",
+                )
             # Values that are not finite are for the check at w* to name.
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
-                return index
+                return number
         return None
 
-    if (index := differs(together, again)) is not None:
+    if (number := differs(together, again)) is not None:
         raise InputError(
-            f"loss on {data.name}",
-            got=f"two different values for example {index} from the same batch, in eval mode",
+            what,
+            got=f"two different values for example {probed[number]} from the same batch, in eval mode",
             expected="a deterministic loss",
             fix="take randomness out of the model's forward pass (dropout with training=True?)",
         )
     expected = "a loss that does not depend on the rest of the batch"
     fix = "use running statistics in eval mode (BatchNorm with track_running_stats=True), and mask padding"
     try:
-        alone = [losses([index])[0] for index in range(count)]
-        reversed_order = losses(list(reversed(range(count))))[::-1]
-    except (RuntimeError, ValueError) as error:
-        message = str(error).splitlines()[0]
-        raise InputError(f"loss on {data.name}", got=f"{message!r} alone", expected=expected, fix=fix) from error
+        alone = [losses([index])[0] for index in probed]
+        reversed_order = losses(probed[::-1])[::-1]
+    except InputError:
+        raise
+    except Exception as error:  # one that works in a batch and not alone depends on the batch
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(what, got=f"{message!r} alone", expected=expected, fix=fix) from error
     for other in (alone, reversed_order):
-        if (index := differs(together, other)) is not None:
+        if (number := differs(together, other)) is not None:
             raise InputError(
-                f"loss on {data.name}",
-                got=f"{together[index].mean().item():.6g} for example {index} in a batch of {count} but "
-                f"{other[index].mean().item():.6g} with other neighbours",
+                what,
+                got=f"{together[number].mean().item():.6g} for example {probed[number]} in a batch of {len(probed)}, "
+                f"but {other[number].mean().item():.6g} with other neighbours",
                 expected=expected,
                 fix=fix,
             )
 
 
-def _tolerance(model: FunctionalModel) -> float:
-    coarsest = max(torch.finfo(value.dtype).eps for value in model.model.parameters() if value.is_floating_point())
-    return min(0.1, 1000 * coarsest)
-
-
-def side_by_side_failure(model: FunctionalModel, loss: Loss, data: Data) -> str | None:
+def side_by_side_failure(
+    model: FunctionalModel,
+    *,
+    observed: list[tuple[Loss, Data]],
+    driven: tuple[Loss, Data],
+    observables: list[Observable],
+) -> str | None:
     """Try two chains side by side; return why they cannot run so, or None where they give the same numbers."""
     parallel = FunctionalModel(model.model, model.moving, side_by_side=True)
-    weights = model.moving.center.expand(2, -1)
-    count = min(2, len(data))
-    indices = [np.arange(count), np.arange(count)[::-1].copy()]
-    try:
-        batch = data.batch(indices[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vmap's advice is for its developers
-            pairs = [
-                (model.evaluate(loss, weights, batch), parallel.evaluate(loss, weights, batch)),
-                (
-                    model.mean_loss_gradient(loss, weights, data, indices),
-                    parallel.mean_loss_gradient(loss, weights, data, indices),
-                ),
-            ]
-    except Exception as error:  # any model may hit any limit of vmap; the loop remains
-        return f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
-    tolerance = _tolerance(model)
-    if all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs):
-        return None
-    return "side by side, the model gives other numbers"
+    # Unequal weights and unequal minibatches, so that chains that see each other's are noticed.
+    generator = torch.Generator().manual_seed(0)
+    jitter = torch.randn(2, model.moving.total, generator=generator, dtype=model.moving.dtype).to(model.device)
+    weights = model.moving.center * (1 + 0.01 * jitter)
+    loss, data = driven
+    half = min(2, max(1, len(data) // 2))
+    indices = [np.arange(half), np.arange(half) + (half if len(data) > 1 else 0)]
+    if not _only_tensors(data.batch(indices[0])):
+        return "batches hold more than tensors"
+    calls: list[Callable[[FunctionalModel], Tensor]] = [lambda m: m.mean_loss_gradient(loss, weights, data, indices)]
+    for recorded, seen in observed:
+        batch = seen.batch(range(min(2, len(seen))))
+        calls.append(lambda m, recorded=recorded, batch=batch: m.evaluate(recorded, weights, batch))
+    calls += [lambda m, phi=phi: m.evaluate(phi, weights) for phi in observables]
+    tolerance = model.tolerance
+    for call in calls:
+        expected = call(model)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # vmap's advice is for its developers
+                got = call(parallel)
+        except Exception as error:  # any model may hit any limit of vmap; the loop remains
+            return f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
+        if not (got - expected).norm() <= tolerance * expected.norm():
+            return "side by side, the model gives other numbers"
+    return None
+
+
+def _only_tensors(batch: Batch) -> bool:
+    others: list[Any] = []
+
+    def look(tree: Any) -> None:
+        if isinstance(tree, Mapping):
+            for value in tree.values():
+                look(value)
+        elif isinstance(tree, tuple | list):
+            for value in tree:
+                look(value)
+        elif not isinstance(tree, Tensor):
+            others.append(tree)
+
+    look(batch)
+    return not others

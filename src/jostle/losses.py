@@ -2,7 +2,8 @@
 
 A loss is any ``f(model, batch) -> (B,)`` or ``(B, S)`` tensor. A per-token loss may also have a method
 ``token_mask(batch) -> (B, S)`` that says which of its entries are real (not padding, not prompt); without
-one, all are. What the mask leaves out is neither recorded nor part of any mean.
+one, all are. What the mask leaves out is neither recorded nor part of any mean. A method ``token_positions(batch)``
+says where in its sequence each entry stands, where that is not its column (padding on the left).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from jostle.errors import InputError
@@ -88,8 +89,9 @@ class _NextToken:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         output = model(**inputs)
         logits = at_least_float32(output if isinstance(output, Tensor) else output.logits)
-        predicted = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-        return F.pad(predicted, (1, 0))
+        # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
+        predicted = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return F.pad(predicted.view(len(tokens), -1), (1, 0))
 
     def token_mask(self, batch: Mapping[str, Tensor]) -> Bool[Tensor, "batch token"]:
         tokens = batch["input_ids"]
@@ -102,6 +104,11 @@ class _NextToken:
             mask = mask & (batch["labels"] != IGNORED_LABEL)
         mask[:, 0] = False
         return mask
+
+    def token_positions(self, batch: Mapping[str, Tensor]) -> Int[Tensor, "batch token"]:
+        tokens = batch["input_ids"]
+        real = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(tokens)
+        return real.long().cumsum(1) - 1
 
 
 def at_least_float32(values: Tensor) -> Tensor:

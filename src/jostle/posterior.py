@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class Posterior:
     def __post_init__(self) -> None:
         for name in ("n_beta", "localization", "prior_precision"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(name, got=value, expected="a finite number that is not negative")
+            if not (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf):
+                raise InputError(name, got=repr(value), expected="a finite number that is not negative")
         if self.n_beta == self.localization == self.prior_precision == 0:
             raise InputError(
                 "posterior",

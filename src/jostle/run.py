@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 import yaml
 
 from jostle.chains import load_sums
-from jostle.errors import InputError
-from jostle.estimate import Centering, Estimate, autocorrelation_time, covariance, covariance_from_sums, spread_columns
+from jostle.errors import ChainsFailedError, InputError
+from jostle.estimate import (
+    BUFFER_BYTES,
+    Centering,
+    Estimate,
+    autocorrelation_time,
+    column_blocks,
+    covariance,
+    covariance_from_sums,
+    spread_columns,
+)
 from jostle.scores import Scores
 from jostle.traces import SequenceLosses, Traces
 
@@ -77,7 +85,7 @@ class Run:
         reduction: Reduction = "mean",
         centering: Centering = "pooled",
         standard_error: bool = False,
-        buffer_bytes: int = 256 << 20,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> Scores:
         """Return the Bayesian influence of every training example on every query: −Cov(ℓᵢ, φⱼ).
 
@@ -92,6 +100,7 @@ class Run:
         """
         if reduction not in ("mean", "sum"):
             raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
+        self._require_chains()
         if self.config["keep"] == "covariance":
             if standard_error or on is not None or reduction != "mean":
                 raise InputError(
@@ -114,7 +123,10 @@ class Run:
                 standard_error=standard_error,
                 buffer_bytes=buffer_bytes,
             )
-        return self._scores(estimate, normalize, {"reduction": reduction, "centering": centering, "on": on or "query"})
+        # The potential holds a multiple of each sequence's mean loss, so only for means is there a scale.
+        scale = self.manifest["scale"] if reduction == "mean" and not normalize else None
+        about = {"reduction": reduction, "centering": centering, "on": on or "query"}
+        return self._scores(estimate, normalize, scale, about)
 
     def token_influence(
         self,
@@ -129,6 +141,7 @@ class Run:
 
         Rows and columns are the scored tokens; ``traces.columns("train").positions`` says where they stand.
         """
+        self._require_chains()
         blocks = []
         for name, sample in (("train", train), ("query", query)):
             columns = self.traces.columns(name)
@@ -144,20 +157,33 @@ class Run:
             normalize=normalize,
             standard_error=standard_error,
         )
-        return self._scores(estimate, normalize, {"train": train, "query": query, "centering": centering})
+        return self._scores(estimate, normalize, None, {"train": train, "query": query, "centering": centering})
 
     def diagnostics(self) -> dict[str, Any]:
         """Return what a user should know before trusting the scores."""
-        losses = np.asarray(self._sequence_losses("train", "mean")[:, :, :])[self._healthy_chains()]
-        time_constant = autocorrelation_time(spread_columns(torch.from_numpy(losses)))
+        self._require_chains()
+        losses, kept = self._sequence_losses("train", "mean"), self._healthy_chains()
+        width = max(1, BUFFER_BYTES // (16 * losses.shape[0] * losses.shape[1] * getattr(losses, "read_per_column", 1)))
+        total, times = 0.0, []
+        for _, block in column_blocks(losses, kept, width):
+            total += block.double().sum().item()
+            times.append(autocorrelation_time(spread_columns(block)))
+        draws = len(kept) * losses.shape[1]
+        center = self.traces.center_losses("train")
+        if (columns := self.traces.columns("train")).offsets is not None:
+            center = SequenceLosses(center[None, None], columns, "mean")[:, :, :]
         return {
             "failed_chains": self.manifest["failed_chains"],
             "remarks": self.manifest["remarks"],
-            "mean_loss_at_center": float(self.traces.center_losses("train").mean()),
-            "mean_loss": float(losses.mean()),
-            "autocorrelation_time": time_constant,
-            "effective_draws": losses.shape[0] * losses.shape[1] / time_constant,
+            "mean_loss_at_center": float(np.mean(center)),
+            "mean_loss": total / (draws * losses.shape[2]),
+            "autocorrelation_time": max(times),
+            "effective_draws": draws / max(times),
         }
+
+    def _require_chains(self) -> None:
+        if len(self._healthy_chains()) == 0:
+            raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
 
     def _healthy_chains(self) -> np.ndarray:
         return np.setdiff1d(np.arange(self.config["chains"]), self.failed_chains)
@@ -170,13 +196,13 @@ class Run:
         columns, losses = self.traces.columns(name), self.traces.losses(name)
         return SequenceLosses(losses, columns, reduction) if columns.per_token else losses
 
-    def _scores(self, estimate: Estimate, normalize: bool, provenance: dict[str, Any]) -> Scores:
+    def _scores(self, estimate: Estimate, normalize: bool, scale: float | None, provenance: dict[str, Any]) -> Scores:
         values = np.negative(estimate.values, out=estimate.values)
         return Scores(
             values=values,
             method="bif",
             normalized=normalize,
-            scale=None if normalize else self.manifest["scale"],
+            scale=scale,
             standard_error=estimate.standard_error,
             degrees_of_freedom=estimate.degrees_of_freedom,
             provenance={

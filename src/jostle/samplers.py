@@ -1,6 +1,6 @@
 """The update rules, side by side, each with its equation.
 
-A rule is a frozen configuration with three methods (see `Sampler`): `init` makes the statistics it carries from
+A rule is a frozen configuration with a few methods (see `Sampler`): `init` makes the statistics it carries from
 step to step, `step` moves all chains of a group at once, and `check` says beforehand what cannot work. A rule
 never sees the model or the data: it gets the gradient of a minibatch's mean loss, standard normal numbers, and
 the potential. Everything it carries is in its statistics, so a checkpoint of weights and statistics resumes it.
@@ -9,6 +9,7 @@ the potential. Everything it carries is in its statistics, so a checkpoint of we
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -27,11 +28,6 @@ Statistics = dict[str, Tensor]
 class Sampler(Protocol):
     """One rule for moving the weights."""
 
-    @property
-    def step_size(self) -> float:
-        """ε."""
-        ...
-
     def init(self, weights: Weights) -> Statistics:
         """Return the statistics before the first step."""
         ...
@@ -49,8 +45,8 @@ class Sampler(Protocol):
         """Return weights and statistics after one step; changes neither argument."""
         ...
 
-    def check(self, potential: Potential) -> None:
-        """Raise `InputError` where the settings are certain to diverge."""
+    def check(self, potential: Potential, *, burn_in: int) -> None:
+        """Raise `InputError` where the settings cannot work."""
         ...
 
     def remarks(self, statistics: Statistics) -> list[str]:
@@ -92,9 +88,16 @@ class SGLD:
         drift = potential.gradient(weights, mean_loss_gradient)
         return weights - self.step_size / 2 * drift + math.sqrt(self.step_size) * noise, statistics
 
-    def check(self, potential: Potential) -> None:
+    def check(self, potential: Potential, *, burn_in: int) -> None:
         """The pull to the centre alone overshoots, and grows, from εγ = 4 on."""
-        _require_stable(self.step_size, 1.0, potential)
+        curvature = potential.localization + potential.prior_precision
+        if self.step_size * curvature >= 4:
+            raise InputError(
+                "step_size",
+                got=f"{self.step_size:g} with a localization of {curvature:g}",
+                expected=f"a step size below 4/localization = {4 / curvature:.3g}, or the chain grows without bound",
+                fix=f"{0.2 / curvature:.2g} is a safe start",
+            )
 
     def remarks(self, statistics: Statistics) -> list[str]:
         """Nothing to say."""
@@ -177,8 +180,15 @@ class RMSpropSGLD:
             moment = moment / (1 - self.smoothing**updates)
         return moment.sqrt()
 
-    def check(self, potential: Potential) -> None:
-        """Nothing is certain beforehand: G depends on the gradients."""
+    def check(self, potential: Potential, *, burn_in: int) -> None:
+        """Nothing is certain of stability beforehand: G depends on the gradients."""
+        if self.freeze_after_burn_in and burn_in == 0:
+            raise InputError(
+                "burn_in",
+                got="0 with freeze_after_burn_in=True",
+                expected="steps in which the preconditioner can be learnt",
+                fix=f"a burn-in of {math.ceil(2 / (1 - self.smoothing))} steps is twice its memory",
+            )
 
     def remarks(self, statistics: Statistics) -> list[str]:
         """Say so where the stabilizer, not the gradient, sets the step of most weights."""
@@ -193,17 +203,5 @@ class RMSpropSGLD:
 
 
 def _require_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(name, got=value, expected="a positive number")
-
-
-def _require_stable(step_size: float, scale: float, potential: Potential) -> None:
-    curvature = potential.localization + potential.prior_precision
-    if step_size * scale * curvature >= 4:
-        raise InputError(
-            "step_size",
-            got=f"{step_size:g} with a localization of {curvature:g}",
-            expected=f"a step size below 4/localization = {4 / (curvature * scale):.3g}, or the chain grows without "
-            "bound",
-            fix=f"{0.2 / (curvature * scale):.2g} is a safe start",
-        )
+    if not (isinstance(value, numbers.Real) and math.isfinite(value) and value > 0):
+        raise InputError(name, got=repr(value), expected="a positive number")

@@ -22,12 +22,22 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from jostle._version import __version__
-from jostle.chains import Checkpoints, CovarianceRecorder, Dynamics, Progress, Recorder, TraceRecorder, run_chains
-from jostle.config import Config, Keep, describe
-from jostle.data import Collate, Data, fingerprint_tensors
+from jostle.chains import (
+    Checkpoints,
+    CovarianceRecorder,
+    Dynamics,
+    Progress,
+    Recorder,
+    TraceRecorder,
+    read_tensors,
+    run_chains,
+    write_tensors,
+)
+from jostle.config import Config, Keep, describe, require_whole
+from jostle.data import Collate, Data, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
 from jostle.functional import (
     FunctionalModel,
@@ -48,6 +58,15 @@ log = logging.getLogger("jostle")
 
 SIDE_BY_SIDE_WEIGHTS = 32_000_000
 """Chains run side by side, by default, while their moving weights together are fewer than this."""
+
+SIDE_BY_SIDE_SCORES = 256_000_000
+"""The same for the scores that ``keep="covariance"`` holds for every chain."""
+
+CHECKED_EXAMPLES = 16_384
+"""Of the sampling data, at most this many examples are evaluated at w*, evenly spaced."""
+
+BEGUN = ".begun"
+"""Marks a directory whose layout was begun and not finished."""
 
 
 def attribute(
@@ -137,9 +156,10 @@ def attribute(
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
     if keep == "covariance" and query is None:
         raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
-    _require_positive_sizes(observation_batch_size=observation_batch_size, chains_at_once=chains_at_once)
-    if out is not None:
-        _check_place(Path(out))
+    require_whole("observation_batch_size", observation_batch_size, at_least=1)
+    if chains_at_once is not None:
+        require_whole("chains_at_once", chains_at_once, at_least=1)
+    directory = _directory(out)
     with eval_mode(model):
         moving = MovingWeights(model, config.posterior.weights)
         device = next(model.parameters()).device
@@ -151,44 +171,61 @@ def attribute(
         else:
             drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
         functional = FunctionalModel(model, moving)
+        driving_loss = potential_loss or loss
         for data in sets.values():
             check_neighbours(functional, loss, data)
-        check_neighbours(functional, potential_loss or loss, drawn_from)
-        at_once = _chains_at_once(functional, potential_loss or loss, drawn_from, chains, chains_at_once)
-        functional.side_by_side = at_once > 1
+        if potential_loss is not None or sampling_data is not None:
+            check_neighbours(functional, driving_loss, drawn_from)
         center = moving.center[None]
+        at_center = {f"observable {name}": functional.evaluate(phi, center)[0] for name, phi in observables.items()}
+        sizes = {name: _observable_size(name, at_center[f"observable {name}"]) for name in observables}
         observers = {name: Observer(functional, loss, data, observation_batch_size) for name, data in sets.items()}
+        at_center |= {f"loss on {name}": observer.center_losses for name, observer in observers.items()}
+        if potential_loss is not None or sampling_data is not None:
+            driving = Observer(functional, driving_loss, drawn_from, observation_batch_size, most=CHECKED_EXAMPLES)
+            at_center["potential loss"] = driving.center_losses
+        most_at_once = _most_at_once(config, moving, observers, chains_at_once)
+        if most_at_once > 1:
+            reason = side_by_side_failure(
+                functional,
+                observed=[(loss, data) for data in sets.values()],
+                driven=(driving_loss, drawn_from),
+                observables=list(observables.values()),
+            )
+            if reason is not None and chains_at_once is not None:
+                raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
+            functional.side_by_side = reason is None
+            log.info("chains run %s", f"{most_at_once} side by side" if not reason else f"one after another ({reason})")
+        at_once = most_at_once if functional.side_by_side else 1
         dynamics = Dynamics(
             functional,
             config,
             sampling_data=drawn_from,
-            potential_loss=potential_loss or loss,
+            potential_loss=driving_loss,
             observers=observers,
             observables=observables,
         )
-        sizes = {name: _observable_size(name, functional.evaluate(phi, center)[0]) for name, phi in observables.items()}
         fingerprints = {
             "config": config.fingerprint(),
             "weights": fingerprint_tensors(dict(model.state_dict())),
+            "choice of weights": fingerprint_text(" ".join(moving.names)),
             **{name: data.fingerprint() for name, data in sets.items()},
             "sampling_data": drawn_from.fingerprint(),
         }
         log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
 
-        directory = _directory(out)
-        manifest = _open_manifest(directory, fingerprints)
+        manifest = _open_manifest(directory, fingerprints, at_center, functional.tolerance)
         if manifest is None:
-            manifest = _new_manifest(config, fingerprints, moving, len(drawn_from))
-            _create(directory, config, manifest, observers, sizes)
+            manifest = _new_manifest(fingerprints, moving)
+            # The potential holds nβ/n of each example's loss, where the loss that drives the chain is the one recorded.
+            manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
+            _create(directory, config, manifest, observers, sizes, at_center)
         if manifest["status"] != "complete":
             recorder: Recorder
             if keep == "traces":
-                traces = Traces(directory / "traces.zarr", writable=True)
-                _check_center(traces, observers)
-                recorder = TraceRecorder(traces)
+                recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
             else:
-                recorder = CovarianceRecorder(directory / "covariance.safetensors", observers)
-            started = time.monotonic()
+                recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, draws)
             with _interruptible() as interrupted, _bar(progress, config, observers) as report:
                 failures, remarks = run_chains(
                     dynamics,
@@ -203,7 +240,6 @@ def attribute(
             manifest["status"] = "complete"
             manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
             manifest["remarks"] = list(dict.fromkeys(remarks))
-            manifest["sampling_seconds"] = manifest.get("sampling_seconds", 0.0) + time.monotonic() - started
             _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
             shutil.rmtree(directory / "state", ignore_errors=True)
     run = Run(directory)
@@ -231,28 +267,15 @@ def _tell(run: Run) -> None:
         warnings.warn(remark, SamplerWarning, stacklevel=3)
 
 
-def _require_positive_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise InputError(name, got=repr(size), expected="a positive whole number")
-
-
-def _chains_at_once(model: FunctionalModel, loss: Loss, data: Data, chains: int, wanted: int | None) -> int:
-    """How many chains move side by side: as asked, or as many as are small enough and can."""
-    fitting = max(1, SIDE_BY_SIDE_WEIGHTS // model.moving.total)
-    at_once = min(chains, fitting if wanted is None else wanted)
-    if at_once == 1:
-        return 1
-    reason = side_by_side_failure(model, loss, data)
-    if reason is None:
-        log.info("%d chains run side by side", at_once)
-        return at_once
-    if wanted is not None and wanted > 1:
-        raise InputError(
-            "chains_at_once", got=wanted, expected=f"1 for this model ({reason})", fix="leave it to be chosen"
-        )
-    log.info("chains run one after another (%s)", reason)
-    return 1
+def _most_at_once(config: Config, moving: MovingWeights, observers: Mapping[str, Observer], wanted: int | None) -> int:
+    """How many chains may move side by side, if they can: as asked, or as many as are small enough."""
+    if wanted is not None:
+        return min(config.chains, wanted)
+    most = min(config.chains, max(1, SIDE_BY_SIDE_WEIGHTS // moving.total))
+    if config.keep == "covariance":  # every open chain has a matrix of its own
+        entries = observers["train"].columns.samples * observers["query"].columns.samples
+        most = min(most, max(1, SIDE_BY_SIDE_SCORES // entries))
+    return most
 
 
 def _observable_size(name: str, value: torch.Tensor) -> int:
@@ -266,31 +289,31 @@ def _observable_size(name: str, value: torch.Tensor) -> int:
 
 
 def _directory(out: str | Path | None) -> Path:
-    """Where the run goes; a temporary directory is kept to the end of the process, since arrays are read lazily."""
-    if out is not None:
-        return Path(out)
-    temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    return temporary
-
-
-def _check_place(directory: Path) -> None:
-    """Refuse a place that cannot hold a run, before any work is done for it."""
+    """Where the run goes; refuses a place that cannot hold one before any work is done for it."""
+    if out is None:
+        # Kept to the end of the process, not of the returned object: arrays are read lazily.
+        temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
+    directory = Path(out).resolve()
     if directory.is_dir():
-        if any(directory.iterdir()) and not (directory / "manifest.json").is_file():
+        if any(directory.iterdir()) and not any((directory / name).is_file() for name in ("manifest.json", BEGUN)):
             raise InputError(
-                "out", got=f"{directory}, which exists and holds something else", expected="a new or empty directory"
+                "out", got=f"{out}, which exists and holds something else", expected="a new or empty directory"
             )
-        parent = directory
+        place = directory
     elif directory.exists():
-        raise InputError("out", got=f"{directory}, which is a file", expected="a new or empty directory")
+        raise InputError("out", got=f"{out}, which is a file", expected="a new or empty directory")
     else:
-        parent = next(place for place in directory.absolute().parents if place.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise InputError("out", got=f"{directory} under {parent}, which cannot be written to", expected="another place")
+        place = next(parent for parent in directory.parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise InputError("out", got=f"{out} under {place}, which cannot be written to", expected="another place")
+    return directory
 
 
-def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, Any] | None:
+def _open_manifest(
+    directory: Path, fingerprints: dict[str, str], at_center: dict[str, Tensor], tolerance: float
+) -> dict[str, Any] | None:
     """The manifest of the run that is there already, None where there is none; refuses that of another run."""
     if not (directory / "manifest.json").is_file():
         return None
@@ -304,29 +327,33 @@ def _open_manifest(directory: Path, fingerprints: dict[str, str]) -> dict[str, A
                 expected=f"{ours}, as passed now",
                 fix="choose another directory, or delete this one",
             )
+    # Functions have no fingerprint; their values at w* stand for one.
+    stored, _ = read_tensors(directory / "center.safetensors")
+    for name, now in at_center.items():
+        then = stored.get(name, torch.empty(0))
+        same_shape = then.shape == now.shape
+        if not same_shape or (then - now.cpu()).norm() > max(1e-3, tolerance) * then.norm() + 1e-6:
+            raise InputError(
+                name,
+                got=f"other values at w* than those of the run in {directory}",
+                expected="the function that the run began with",
+                fix="choose another directory, or delete this one",
+            )
     return manifest
 
 
-def _new_manifest(
-    config: Config, fingerprints: dict[str, str], moving: MovingWeights, sampling_examples: int
-) -> dict[str, Any]:
+def _new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "jostle": __version__,
         "status": "sampling",
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "platform": platform.platform(),
         "device": str(moving.center.device),
         "fingerprints": fingerprints,
         "moving_weights": moving.total,
         "moving_parameters": list(moving.names),
-        # d E[φⱼ] / d(weight of example i) = scale · (−Cov): the potential holds nβ/n of each example's loss.
-        "scale": config.posterior.n_beta / sampling_examples,
         "failed_chains": [],
         "remarks": [],
     }
@@ -338,16 +365,21 @@ def _create(
     manifest: dict[str, Any],
     observers: Mapping[str, Observer],
     observables: Mapping[str, int],
+    at_center: Mapping[str, Tensor],
 ) -> None:
-    """Lay a run out beside its place and move it there, so that a run directory is never half one."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    begun = directory / BEGUN
     try:
-        (staging / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        if begun.exists():
+            _clear(directory)
+        begun.touch()
+        (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
             traces = Traces.create(
-                staging / "traces.zarr",
+                directory / "traces.zarr",
                 chains=config.chains,
                 steps=config.steps,
                 dtype=dtype,
@@ -356,33 +388,25 @@ def _create(
             )
             for name, observer in observers.items():
                 traces.record_center(name, observer.center_losses.cpu().numpy())
-        (staging / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        if directory.exists():
-            directory.rmdir()
-        os.replace(staging, directory)
-        directory.chmod(0o755)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
+        begun.unlink()
+    except Exception:
+        _clear(directory)
         raise
+
+
+def _clear(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _write_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(".partial")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def _check_center(traces: Traces, observers: Mapping[str, Observer]) -> None:
-    """A loss function has no fingerprint, but its values at w* are one."""
-    for name, observer in observers.items():
-        stored, now = traces.center_losses(name), observer.center_losses.cpu().numpy()
-        if stored.shape != now.shape or not np.allclose(stored, now, rtol=1e-3, atol=1e-4):
-            raise InputError(
-                "loss",
-                got=f"other values at w* on {name} than when this run began",
-                expected="the loss that the run began with",
-                fix="choose another directory",
-            )
 
 
 @contextlib.contextmanager

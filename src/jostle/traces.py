@@ -213,6 +213,8 @@ class SequenceLosses:
         self._tokens, self._offsets, self._reduction = tokens, columns.offsets, reduction
         self.shape = (*tokens.shape[:2], columns.samples)
         self.dtype = tokens.dtype
+        self.read_per_column = int(np.diff(columns.offsets).max())
+        """How many numbers are read for each one returned, at most."""
 
     def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw sample"]:
         chains, draws, samples = index

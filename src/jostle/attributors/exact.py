@@ -32,7 +32,11 @@ from jostle.scores import Scores
 MOST_WEIGHTS = 5_000
 """A Hessian of this many weights takes 200 MB in float64; beyond it, this attributor is the wrong tool."""
 
+MOST_BYTES = 4 << 30
+"""What the Hessians of single examples may take together."""
 
+
+@torch.no_grad()  # of the weights that do not move, nothing is asked
 def exact_influence(
     model: nn.Module,
     train: Any,
@@ -48,7 +52,8 @@ def exact_influence(
 ) -> Scores:
     """Damped influence by an explicit Hessian: −gᵢᵀ(nβ·H̄ + γI)⁻¹gⱼ, the leading term of the BIF −Cov(ℓᵢ, ℓⱼ).
 
-    Computed in float64. Scores have the BIF's sign and scale, so the two can be compared number by number.
+    Derivatives are taken in the model's own precision and solved for in float64. Scores have the BIF's sign and scale,
+    so the two can be compared number by number.
 
     Args:
         model: the trained model, at w*.
@@ -103,6 +108,14 @@ def exact_influence(
                 got=f"a potential with curvature {smallest:.3g} in some direction",
                 expected="a positive definite Hessian",
                 fix=f"raise localization above {posterior.localization - smallest:.3g}",
+            )
+        hessian_bytes = 8 * moving.total**2 * (len(train_data) + len(query_data))
+        if order == 2 and hessian_bytes > MOST_BYTES:
+            raise InputError(
+                "order",
+                got=f"2, with a Hessian for each example: {hessian_bytes / 2**30:.1f} GB",
+                expected=f"at most {MOST_BYTES / 2**30:.0f} GB",
+                fix="move fewer weights, or pass fewer examples",
             )
         covariance = torch.linalg.inv(precision)
         g_train, h_train = _derivatives(functional, loss, train_data, mode, order)
