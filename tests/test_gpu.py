@@ -58,3 +58,41 @@ def test_a_half_precision_model_keeps_a_float32_chain() -> None:
     assert half.traces.losses("train").dtype == np.float32
     # The same chain up to bfloat16 rounding of its losses.
     assert np.corrcoef(full.ravel(), half.influence(normalize=True).values.ravel())[0, 1] > 0.98
+
+
+def test_recurrent_layers() -> None:
+    """cuDNN has no backward pass for them in eval mode; sampling needs one."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.out = torch.nn.LSTM(3, 4, batch_first=True), torch.nn.Linear(4, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.out(self.cells(inputs)[0][:, -1])
+
+    torch.manual_seed(0)
+    X, y = torch.randn(10, 5, 3), torch.arange(10) % 2
+    run = jostle.attribute(Recurrent().cuda(), (X, y), (X, y), draws=3, progress=False)
+    assert np.asarray(run.traces.losses("train")[:]).std(1).min() > 0
+
+
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+def test_language_model_with_ragged_sequences(keep: str) -> None:
+    from test_posterior import Tied
+    from test_traces import sequences
+
+    class OnDevice(Tied):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            states = self.attention(self.embed(input_ids)).cumsum(1)
+            count = torch.arange(1, states.shape[1] + 1, device=states.device)
+            return self.head(torch.tanh(states / count[None, :, None]))
+
+    torch.manual_seed(0)
+    run = jostle.attribute(
+        OnDevice().cuda(), sequences(), sequences()[1:3], loss=jostle.losses.next_token(), draws=5, keep=keep,
+        posterior=jostle.Posterior(n_beta=20, localization=100), sampler=jostle.SGLD(step_size=1e-3), progress=False,
+    )  # fmt: skip
+    scores = run.influence(normalize=True)
+    # The queries are training sequences 1 and 2.
+    np.testing.assert_allclose([scores.values[1, 0], scores.values[2, 1]], -1, rtol=1e-4)
