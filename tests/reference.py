@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jostle import randomness
-from jostle.posterior import MovingWeights
+from jostle.weights import MovingWeights
 
 
 def algorithm_1(

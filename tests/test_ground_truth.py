@@ -89,7 +89,7 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: R
     )
     run = sample(problem, sampler, chains=chains, draws=800, burn_in=burn_in)
     # Each chain froze its own G: replay the burn-ins to know them.
-    moving = jostle.posterior.MovingWeights(problem.model(), "all")
+    moving = jostle.weights.MovingWeights(problem.model(), "all")
     truths = []
     for chain in range(chains):
         w, V = problem.center.copy(), np.zeros(3)
@@ -272,7 +272,8 @@ def test_bif_tends_to_the_damped_influence_function(record: Record) -> None:
     # At the largest n the two agree; on the way there they come together.
     assert correlation > 0.99
     assert ratio == pytest.approx(1, abs=0.03)
-    assert distance[20] > 1.3 * distance[80] > 2 * distance[640]
+    assert distance[20] > distance[80] > 1.5 * distance[640]
+    assert distance[20] > 2 * distance[640]
 
 
 def test_second_order_term_of_the_laplace_expansion(record: Record) -> None:

@@ -21,7 +21,7 @@ from jostle.chains import Dynamics, Group
 from jostle.config import Config, describe
 from jostle.data import Data
 from jostle.functional import FunctionalModel
-from jostle.posterior import MovingWeights
+from jostle.weights import MovingWeights
 
 
 def convnet(dtype: torch.dtype) -> nn.Module:

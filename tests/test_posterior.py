@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import jostle
 from jostle.data import Data
 from jostle.functional import FunctionalModel
-from jostle.posterior import MovingWeights
+from jostle.weights import MovingWeights
 
 
 class Tied(nn.Module):

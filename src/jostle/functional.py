@@ -20,8 +20,8 @@ from torch.func import functional_call, grad, vmap
 from jostle.data import Data, map_tensors
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss, at_least_float32
-from jostle.posterior import MovingWeights
 from jostle.traces import Columns
+from jostle.weights import MovingWeights
 
 Observable = Callable[[nn.Module], Tensor]
 

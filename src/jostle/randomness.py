@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jostle.posterior import MovingWeights
+from jostle.weights import MovingWeights
 
 
 @cache

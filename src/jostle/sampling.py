@@ -49,10 +49,11 @@ from jostle.functional import (
 )
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
-from jostle.posterior import MovingWeights, Posterior
+from jostle.posterior import Posterior
 from jostle.run import FORMAT, Run, read_manifest
 from jostle.samplers import SGLD, Sampler
 from jostle.traces import Traces
+from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
 

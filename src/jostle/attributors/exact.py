@@ -26,8 +26,9 @@ from jostle.errors import InputError
 from jostle.functional import FunctionalModel, eval_mode
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
-from jostle.posterior import MovingWeights, Posterior
+from jostle.posterior import Posterior
 from jostle.scores import Scores
+from jostle.weights import MovingWeights
 
 MOST_WEIGHTS = 5_000
 """A Hessian of this many weights takes 200 MB in float64; beyond it, this attributor is the wrong tool."""
