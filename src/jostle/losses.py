@@ -8,16 +8,22 @@ says where in its sequence each entry stands, where that is not its column (padd
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from jostle.errors import InputError
+
+log = logging.getLogger("jostle")
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -45,13 +51,22 @@ def regression(*, noise_variance: float = 1.0) -> Loss:
     return _Regression(noise_variance)
 
 
-def next_token() -> Loss:
+def next_token(*, chunk_bytes: int = 128 << 20) -> Loss:
     """Cross-entropy of each token given those before it: entry s is −log p(token s | tokens < s), shape (B, S).
 
     Batches are mappings with ``input_ids`` and, where needed, ``attention_mask`` (0 = padding) and ``labels``
     (−100 = read but not scored). Entry 0 has nothing before it and is masked out.
+
+    Of a Hugging Face model the unembedding is computed apart from the body, a few positions at a time: the float32
+    logits of a batch, usually by far the largest thing in memory, never exist. Tied embeddings, logit scales and soft
+    caps are respected; a model that does something else to its logits is noticed, and its logits are kept whole.
+
+    Args:
+        chunk_bytes: about how much memory the logits of the positions computed together may take.
     """
-    return _NextToken()
+    if chunk_bytes < 1:
+        raise InputError("chunk_bytes", got=chunk_bytes, expected="a positive number of bytes")
+    return _NextToken(chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -84,14 +99,45 @@ class _Regression:
 
 @dataclass(frozen=True)
 class _NextToken:
+    chunk_bytes: int
+
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
         tokens = batch["input_ids"]
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        output = model(**inputs)
-        logits = at_least_float32(output if isinstance(output, Tensor) else output.logits)
-        # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
-        predicted = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # what an adapter wraps
+        accepted = inspect.signature(network.forward).parameters
+        if "attention_mask" in inputs and "position_ids" in accepted:
+            # Count from the first real token, so that padding on the left does not shift learned positions.
+            inputs.setdefault("position_ids", (inputs["attention_mask"].long().cumsum(1) - 1).clamp(min=0))
+        if "use_cache" in accepted:
+            inputs.setdefault("use_cache", False)
+        if _has_known_head(network, inputs):
+            hidden = network.base_model(**inputs)[0]
+            predicted = self._cross_entropy(network, hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        else:
+            output = network(**inputs)
+            logits = at_least_float32(output if isinstance(output, Tensor) else output.logits)
+            # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
+            predicted = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         return F.pad(predicted.view(len(tokens), -1), (1, 0))
+
+    def _cross_entropy(
+        self, network: Any, hidden: Float[Tensor, "position width"], targets: Int[Tensor, " position"]
+    ) -> Float[Tensor, " position"]:
+        """Unembed and score a few positions at a time: the logits of a batch are never in memory together."""
+
+        def score(states: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(_logits(network, states), labels, reduction="none")
+
+        vocabulary = network.get_output_embeddings().weight.shape[0]
+        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
+        if len(hidden) <= chunk:
+            return score(hidden, targets)
+        parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        if not torch.is_grad_enabled():
+            return torch.cat([score(states, labels) for states, labels in parts])
+        # With a gradient, a chunk's logits are computed again on the way back instead of being kept.
+        return torch.cat([checkpoint(score, states, labels, use_reentrant=False) for states, labels in parts])
 
     def token_mask(self, batch: Mapping[str, Tensor]) -> Bool[Tensor, "batch token"]:
         tokens = batch["input_ids"]
@@ -109,6 +155,46 @@ class _NextToken:
         tokens = batch["input_ids"]
         real = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(tokens)
         return real.long().cumsum(1) - 1
+
+
+_KNOWN_HEADS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Of each model, whether its logits were found to be `_logits` of its last hidden states."""
+
+
+def _has_known_head(network: Any, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether the unembedding can be computed apart from the body; tried once for each model, and said if not."""
+    if not (hasattr(network, "get_output_embeddings") and hasattr(network, "base_model")):
+        return False
+    if network not in _KNOWN_HEADS:
+        small = {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        with torch.no_grad():
+            expected = at_least_float32(network(**small).logits)
+            try:
+                found = _logits(network, network.base_model(**small)[0])
+                tolerance = 1000 * torch.finfo(next(network.parameters()).dtype).eps * expected.norm()
+                known = found.shape == expected.shape and bool((found - expected).norm() <= tolerance)
+            except Exception:  # a head that is none of ours may fail in any way
+                known = False
+        if not known:
+            log.warning(
+                "%s does something of its own to its logits: the loss keeps them whole, in float32",
+                type(network).__name__,
+            )
+        _KNOWN_HEADS[network] = known
+    return _KNOWN_HEADS[network]
+
+
+def _logits(network: Any, hidden: Tensor) -> Float[Tensor, "... vocabulary"]:
+    """Unembed hidden states as Hugging Face models do: scaled (Cohere, Granite) and soft-capped (Gemma)."""
+    config = network.config
+    logits = at_least_float32(network.get_output_embeddings()(hidden))
+    if getattr(config, "logit_scale", None):
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None):
+        logits = logits / config.logits_scaling
+    if getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+    return logits
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""Token losses of Hugging Face models: the same however they are batched, padded, ordered or chunked."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jostle
+from architectures import CONFIGURATIONS, VOCABULARY, tiny, transformers
+from jostle.data import collate_samples
+from jostle.functional import FunctionalModel
+from jostle.losses import _KNOWN_HEADS
+from jostle.weights import MovingWeights
+
+LENGTHS = [9, 4, 14, 2, 7]
+
+
+def sequences() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator)} for length in LENGTHS]
+
+
+@pytest.fixture(params=CONFIGURATIONS, scope="module")
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    # Larger weights than at initialization, so that attention, caps and scales all make a difference.
+    network = tiny(request.param)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(3)
+    return network
+
+
+def reference(model: nn.Module, tokens: Tensor) -> Tensor:
+    """−log p of each token after the first, from the model's own logits of the sequence alone."""
+    logits = model(input_ids=tokens[None]).logits[0].double()
+    return -torch.log_softmax(logits[:-1], -1)[torch.arange(len(tokens) - 1), tokens[1:]]
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left.float(), right.float(), rtol=2e-5, atol=2e-5)
+
+
+@torch.no_grad()
+def test_padding_order_and_chunks_change_nothing(model: nn.Module) -> None:
+    samples = sequences()
+    expected = [reference(model, sample["input_ids"]) for sample in samples]
+    for chunk_bytes in (1, 4 * VOCABULARY * 5, 1 << 30):
+        loss: Any = jostle.losses.next_token(chunk_bytes=chunk_bytes)
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [3], [1, 3]):
+            batch = collate_samples([samples[index] for index in order])
+            losses, mask = loss(model, batch), loss.token_mask(batch)
+            for row, index in enumerate(order):
+                close(losses[row][mask[row]], expected[index])
+    assert _KNOWN_HEADS[model]  # no architecture here fell back to whole logits
+
+
+@torch.no_grad()
+def test_padding_on_the_left(model: nn.Module) -> None:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        pytest.skip("this architecture takes no positions")
+    samples = sequences()
+    longest = max(LENGTHS)
+    padded = [torch.nn.functional.pad(s["input_ids"], (longest - len(s["input_ids"]), 0)) for s in samples]
+    attention = torch.stack([torch.arange(longest) >= longest - length for length in LENGTHS]).long()
+    loss: Any = jostle.losses.next_token()
+    batch = {"input_ids": torch.stack(padded), "attention_mask": attention}
+    losses, mask = loss(model, batch), loss.token_mask(batch)
+    for row, sample in enumerate(samples):
+        close(losses[row][mask[row]], reference(model, sample["input_ids"]))
+
+
+def test_gradients_through_chunks(model: nn.Module) -> None:
+    batch = collate_samples(sequences())
+    gradients = []
+    for chunk_bytes in (4 * VOCABULARY * 5, 1 << 30):
+        model.zero_grad()
+        jostle.losses.next_token(chunk_bytes=chunk_bytes)(model, batch).mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+@torch.no_grad()
+def test_moved_weights_reach_the_head(model: nn.Module) -> None:
+    """Embedding, head and body all move, wherever the loss takes them from."""
+    moving = MovingWeights(model, "*")
+    flat = moving.center * 1.1
+    batch = collate_samples(sequences())
+    value = FunctionalModel(model, moving).evaluate(jostle.losses.next_token(), flat[None], batch)[0]
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    try:
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        close(value, jostle.losses.next_token()(model, batch))
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+
+
+def test_an_unknown_head_falls_back_to_whole_logits(caplog: pytest.LogCaptureFixture) -> None:
+    class Inverted(transformers.LlamaForCausalLM):
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            output = super().forward(*arguments, **options)
+            output.logits = -output.logits
+            return output
+
+    model = Inverted(tiny("llama").config).eval()
+    batch = collate_samples(sequences())
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        loss: Any = jostle.losses.next_token()
+        losses, mask = loss(model, batch), loss.token_mask(batch)
+        loss(model, batch)
+    close(losses[0][mask[0]], reference(model, sequences()[0]["input_ids"]))
+    assert [record.message for record in caplog.records] == [
+        "Inverted does something of its own to its logits: the loss keeps them whole, in float32"
+    ]
+
+
+def test_a_whole_run_on_attention_alone() -> None:
+    model, samples = tiny("gpt-neox"), sequences()
+    run = jostle.attribute(
+        model, samples, samples[:2], loss=jostle.losses.next_token(),
+        posterior=jostle.Posterior(n_beta=30, localization=300, weights="attention"),
+        sampler=jostle.SGLD(step_size=1e-4), chains=2, draws=10, thin=2, batch_size=3, progress=False,
+    )  # fmt: skip
+    assert all("attention" in name for name in run.manifest["moving_parameters"])
+    scores = run.influence(normalize=True)
+    np.testing.assert_allclose(np.diag(scores.values), -1, rtol=1e-5)
+    assert run.token_influence(train=2, query=0).values.shape == (13, 8)
