@@ -198,7 +198,7 @@ def test_demo_interrupted_while_sampling_can_go_on(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "jostle", "demo", "--out", tmp_path], stderr=subprocess.PIPE, text=True
     )
-    while process.poll() is None and not (tmp_path / "run").exists():
+    while process.poll() is None and not (tmp_path / "run" / "manifest.json").exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)

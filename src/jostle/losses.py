@@ -104,7 +104,8 @@ class _NextToken:
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
         tokens = batch["input_ids"]
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # what an adapter wraps
+        base: Any = model
+        network: Any = base.get_base_model() if hasattr(base, "get_base_model") else base  # what an adapter wraps
         accepted = inspect.signature(network.forward).parameters
         if "attention_mask" in inputs and "position_ids" in accepted:
             # Count from the first real token, so that padding on the left does not shift learned positions.

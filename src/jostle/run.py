@@ -77,6 +77,11 @@ class Run:
             )
         return Traces(self.directory / "traces.zarr")
 
+    def examples(self, name: str) -> list[dict[str, Any]]:
+        """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
+        path = self.directory / "examples" / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
     def influence(
         self,
         *,
@@ -133,13 +138,15 @@ class Run:
         train: int,
         query: int,
         *,
+        whole_query: bool = False,
         normalize: bool = False,
         centering: Centering = "pooled",
         standard_error: bool = False,
     ) -> Scores:
         """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
 
-        Rows and columns are the scored tokens; ``traces.columns("train").positions`` says where they stand.
+        Rows and columns are the scored tokens; ``traces.columns("train").positions`` says where they stand. With
+        ``whole_query`` there is one column, the mean loss of the query's tokens.
         """
         self._require_chains()
         blocks = []
@@ -150,6 +157,8 @@ class Run:
             if not 0 <= sample < columns.samples:
                 raise InputError(name, got=sample, expected=f"an index from 0 to {columns.samples - 1}")
             blocks.append(np.asarray(self.traces.losses(name)[:, :, columns.of(sample)]))
+        if whole_query:
+            blocks[1] = blocks[1].mean(axis=2, keepdims=True)
         estimate = covariance(
             *blocks,
             chains=self._healthy_chains(),

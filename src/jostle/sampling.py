@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ def attribute(
     chains_at_once: int | None = None,
     checkpoint_seconds: float = 60.0,
     progress: bool = True,
+    source: Mapping[str, Any] | None = None,
+    examples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Run:
     """Sample weights around a checkpoint, and record every example's loss at each draw.
 
@@ -128,6 +130,9 @@ def attribute(
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
         progress: show a progress bar, where stderr is a terminal.
+        source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
+        examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
+            ``examples/``.
 
     Returns:
         The finished run.
@@ -215,34 +220,37 @@ def attribute(
         }
         log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
 
-        manifest = _open_manifest(directory, fingerprints, at_center, functional.tolerance)
-        if manifest is None:
-            manifest = _new_manifest(fingerprints, moving)
-            # The potential holds nβ/n of each example's loss, where the loss that drives the chain is the one recorded.
-            manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
-            _create(directory, config, manifest, observers, sizes, at_center)
-        if manifest["status"] != "complete":
-            recorder: Recorder
-            if keep == "traces":
-                recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
-            else:
-                recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, draws)
-            with _interruptible() as interrupted, _bar(progress, config, observers) as report:
-                failures, remarks = run_chains(
-                    dynamics,
-                    recorder,
-                    Checkpoints(directory / "state"),
-                    chains=list(range(chains)),
-                    at_once=at_once,
-                    checkpoint_seconds=checkpoint_seconds,
-                    report=report,
-                    interrupted=interrupted,
-                )
-            manifest["status"] = "complete"
-            manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
-            manifest["remarks"] = list(dict.fromkeys(remarks))
-            _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
-            shutil.rmtree(directory / "state", ignore_errors=True)
+        # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
+        with _interruptible() as interrupted:
+            manifest = _open_manifest(directory, fingerprints, at_center, functional.tolerance)
+            if manifest is None:
+                manifest = _new_manifest(fingerprints, moving)
+                # The potential holds nβ/n of each example's loss, where what drives the chain is what is recorded.
+                manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
+                settings = config.to_dict() | ({"source": dict(source)} if source else {})
+                _create(directory, config, settings, manifest, observers, sizes, at_center, examples or {})
+            if manifest["status"] != "complete":
+                recorder: Recorder
+                if keep == "traces":
+                    recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
+                else:
+                    recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, draws)
+                with _bar(progress, config, observers) as report:
+                    failures, remarks = run_chains(
+                        dynamics,
+                        recorder,
+                        Checkpoints(directory / "state"),
+                        chains=list(range(chains)),
+                        at_once=at_once,
+                        checkpoint_seconds=checkpoint_seconds,
+                        report=report,
+                        interrupted=interrupted,
+                    )
+                manifest["status"] = "complete"
+                manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
+                manifest["remarks"] = list(dict.fromkeys(remarks))
+                _write_text(directory / "manifest.json", json.dumps(manifest, indent=2))
+                shutil.rmtree(directory / "state", ignore_errors=True)
     run = Run(directory)
     _tell(run)
     return run
@@ -363,10 +371,12 @@ def _new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[s
 def _create(
     directory: Path,
     config: Config,
+    settings: dict[str, Any],
     manifest: dict[str, Any],
     observers: Mapping[str, Observer],
     observables: Mapping[str, int],
     at_center: Mapping[str, Tensor],
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -375,7 +385,11 @@ def _create(
         if begun.exists():
             _clear(directory)
         begun.touch()
-        (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        (directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        for name, shown in examples.items():
+            (directory / "examples").mkdir(exist_ok=True)
+            lines = [json.dumps(example, ensure_ascii=False, default=str) for example in shown]
+            (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
