@@ -94,7 +94,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_examples(
         ("jostle demo", "a first look: digits, in under a minute"),
-        ("jostle demo --help", "every command explains itself"),
+        ("jostle run runs/a --model ./model --train train.jsonl --query query.jsonl", "a language model"),
+        ("jostle top runs/a --query 3", "what shaped query 3"),
+        ("jostle run --help", "every command explains itself"),
     ),
 )
 
@@ -140,6 +142,172 @@ def demo(
     from jostle.demo import images
 
     _finish(images.demonstrate(out, seed=seed))
+
+
+_Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
+_Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
+_Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
+_Reduction = Annotated[str, typer.Option(metavar="mean|sum", help="What a sequence's loss is of its tokens' losses.")]
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle run runs/a --model ./model --train train.jsonl --query query.jsonl", "attention moves"),
+        ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
+        ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
+        ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
+    )
+)
+def run(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the run goes.", show_default=False)],
+    model: Annotated[str | None, typer.Option(metavar="DIR|ID", help="A causal LM: a directory or a hub id.")] = None,
+    train: Annotated[str | None, typer.Option(metavar="FILE", help="Training texts to score.")] = None,
+    query: Annotated[str | None, typer.Option(metavar="FILE", help="Texts or prompt-completion pairs.")] = None,
+    sampling: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What minibatches are drawn from. Default: the training texts.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="A task of your own, instead.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="YAML", help="The config.yaml of a run, to repeat it.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Hyperparameters of the paper's experiments.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
+    ] = None,
+    sampler: Annotated[str | None, typer.Option(metavar="NAME", help="sgld, rmsprop or rmsprop-devinterp.")] = None,
+    step_size: Annotated[float | None, typer.Option(metavar="ε", help="The size of a step.")] = None,
+    n_beta: Annotated[float | None, typer.Option(metavar="nβ", help="Effective number of samples.")] = None,
+    localization: Annotated[float | None, typer.Option(metavar="γ", help="Pull towards the checkpoint.")] = None,
+    chains: Annotated[int | None, typer.Option(metavar="C", help="Number of chains.")] = None,
+    draws: Annotated[int | None, typer.Option(metavar="T", help="Draws from each chain.")] = None,
+    burn_in: Annotated[int | None, typer.Option(metavar="B", help="Steps before the first draw.")] = None,
+    thin: Annotated[int | None, typer.Option(metavar="K", help="Steps between draws.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="M", help="Examples in a minibatch.")] = None,
+    max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+) -> None:
+    r"""Sample around a checkpoint and record every token's loss.
+
+    Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
+    with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
+    The same command, given again, goes on where it was interrupted.
+    """
+    from jostle import requests
+
+    given = {name: value for name, value in locals().items() if name not in ("out", "config", "preset", "requests")}
+    request = requests.resolve(
+        {name: value for name, value in given.items() if value is not None}, config=config, preset=preset
+    )
+    _finish(requests.carry_out(request, out, say=_say))
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle top runs/a --query 3", "the ten most helpful and most harmful"),
+        ("jostle top runs/a -q 3 -k 5 --json", "for a script"),
+    )
+)
+def top(
+    out: _Out,
+    query: _Query = 0,
+    k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many of each.")] = 10,
+    normalize: _Normalize = True,
+    reduction: _Reduction = "mean",
+    standard_error: Annotated[bool, typer.Option("--error/--no-error", help="Show Monte Carlo errors.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; scores keep their sign: negative helps.")
+    ] = False,
+) -> None:
+    """List the training examples that helped and harmed a query most."""
+    import json
+
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import print_ranking
+
+    opened = load(out)
+    scores = opened.influence(
+        normalize=normalize,
+        reduction=reduction,  # type: ignore[arg-type]
+        standard_error=standard_error,
+    )
+    ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
+    if not as_json:
+        print_ranking(Console(highlight=False), ranking, train, queries)
+        return
+    plain = ranking.to_dict()
+    for entry in (*plain["helpful"], *plain["harmful"]):
+        if train:
+            entry["text"] = train[entry["index"]].get("text")
+    typer.echo(json.dumps(plain, ensure_ascii=False))
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle show runs/a --query 3", "its completion against the three most helpful texts"),
+        ("jostle show runs/a -q 3 --train 12 --token 7", "one query token against one text"),
+    )
+)
+def show(
+    out: _Out,
+    query: _Query = 0,
+    train: Annotated[list[int] | None, typer.Option(metavar="J", min=0, help="Which training texts.")] = None,
+    token: Annotated[
+        int | None, typer.Option(metavar="S", min=0, help="One token of the query, by position. Default: all of it.")
+    ] = None,
+    k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many training texts, where none is named.")] = 3,
+) -> None:
+    """Print a query and training texts, tokens coloured by posterior correlation."""
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import legend, print_strongest, print_tokens
+
+    opened = load(out)
+    texts, queries = opened.examples("train"), opened.examples("query")
+    if not texts or not queries or "tokens" not in queries[0]:
+        raise InputError("show", got="a run without texts", expected="a run of a language model", fix="use jostle top")
+    columns = {name: opened.traces.columns(name) for name in ("train", "query")}
+    if query >= len(queries):
+        raise InputError("query", got=query, expected=f"an index below {len(queries)}")
+    scored = columns["query"].positions_of(query)
+    if token is not None and token not in scored:
+        raise InputError("token", got=token, expected=f"a scored position of the query ({scored[0]} to {scored[-1]})")
+    chosen = train or [entry.index for entry in opened.influence(normalize=True).top(query, k).helpful]
+    console = Console(highlight=False)
+    marked = [token] if token is not None else scored
+    print_tokens(console, f"query {query}", queries[query], marked=marked)
+    for index in chosen:
+        scores = opened.token_influence(index, query, whole_query=token is None, normalize=True)
+        column = 0 if token is None else scored.index(token)
+        values = scores.posterior_correlation[:, column].tolist()
+        correlations = dict(zip(columns["train"].positions_of(index), values, strict=True))
+        console.print()
+        print_tokens(console, f"train {index}", texts[index], correlations)
+        print_strongest(console, texts[index], correlations, 8)
+    console.print()
+    console.print(legend())
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle export runs/a scores.npy", "the matrix, train × query"),
+        ("jostle export runs/a scores.parquet --covariance", "a row a pair"),
+    )
+)
+def export(
+    out: _Out,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Ending in .npy, .safetensors, .csv or .parquet.")],
+    normalize: _Normalize = False,
+    reduction: _Reduction = "mean",
+) -> None:
+    """Write the scores, train × query, with the sign that negative helps."""
+    from jostle.run import load
+
+    load(out).influence(normalize=normalize, reduction=reduction).export(file)  # type: ignore[arg-type]
+    typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
 
 
 def main() -> None:

@@ -136,6 +136,31 @@ class Scores:
         }
         safetensors.numpy.save_file(tensors, path, metadata={"jostle.scores": json.dumps(about)})
 
+    def export(self, path: str | Path) -> None:
+        """Write the matrix in the format that the name ends in: npy, safetensors, csv or parquet (a row a pair)."""
+        path = Path(path)
+        match path.suffix:
+            case ".npy":
+                np.save(path, self.values)
+            case ".safetensors":
+                self.save(path)
+            case ".csv" | ".parquet":
+                import pandas
+
+                train, query = np.indices(self.values.shape)
+                columns = {"train": train.ravel(), "query": query.ravel(), "score": self.values.ravel()}
+                if self.standard_error is not None:
+                    columns["standard_error"] = self.standard_error.ravel()
+                frame = pandas.DataFrame(columns)
+                if path.suffix == ".csv":
+                    frame.to_csv(path, index=False)
+                else:
+                    frame.to_parquet(path, index=False)
+            case _:
+                raise InputError(
+                    "file", got=path.name, expected="a name ending in .npy, .safetensors, .csv or .parquet"
+                )
+
     @classmethod
     def load(cls, path: str | Path) -> Scores:
         """Read what `save` wrote."""

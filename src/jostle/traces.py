@@ -54,6 +54,10 @@ class Columns:
         """Whether a column is a token."""
         return self.offsets is not None
 
+    def positions_of(self, sample: int) -> list[int]:
+        """Return where in its sequence each scored token of a sample stands."""
+        return [] if self.positions is None else self.positions[self.of(sample)].tolist()
+
     def of(self, sample: int) -> slice:
         """Return the columns of one sample."""
         if self.offsets is None:

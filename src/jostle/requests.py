@@ -1,0 +1,117 @@
+"""A command's words turned into a run: flags over a config file over a preset over the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jostle.errors import InputError
+from jostle.posterior import Posterior
+from jostle.presets import DEFAULTS, PRESETS
+from jostle.run import Run
+from jostle.samplers import SGLD, RMSpropSGLD, Sampler
+from jostle.sampling import attribute
+from jostle.tasks import Task, from_file, language_model
+from jostle.weights import MovingWeights
+
+SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "sgld": SGLD,
+    "rmsprop": RMSpropSGLD,
+    "rmsprop-devinterp": RMSpropSGLD.devinterp,
+}
+SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
+NAMES_SHOWN = 4
+
+
+def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | None = None) -> dict[str, Any]:
+    """Return every setting of a run: what was said on the command line, then elsewhere."""
+    if preset is not None and preset not in PRESETS:
+        raise InputError("preset", got=repr(preset), expected=f"one of {', '.join(PRESETS)}")
+    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_from_config(config) if config else {}) | flags
+    if "task" in request and "model" in request:
+        raise InputError("task", got="a model as well", expected="either --task or --model")
+    needed = () if "task" in request else ("model", "train", "query")
+    missing = [f"--{name}" for name in needed if name not in request]
+    if missing:
+        raise InputError("run", got=f"no {', no '.join(missing)}", expected="--model, --train and --query, or --task")
+    return request
+
+
+def _from_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+        posterior, sampler = config["posterior"], config["sampler"]
+        settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
+        settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
+        settings |= {"sampler": sampler, "step_size": sampler["step_size"], **config["source"]}
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise InputError(
+            "config",
+            got=f"{path}, which lacks what repeats a run ({type(error).__name__}: {str(error).splitlines()[0]})",
+            expected="the config.yaml of a run that the command line made",
+        ) from error
+    return settings
+
+
+def _sampler(request: dict[str, Any]) -> Sampler:
+    chosen, step_size = request["sampler"], request["step_size"]
+    if isinstance(chosen, dict):  # from a config file, with all its settings
+        by_name = {rule.__name__: rule for rule in (SGLD, RMSpropSGLD)}
+        settings = {name: value for name, value in chosen.items() if name != "name"} | {"step_size": step_size}
+        return by_name[chosen["name"]](**settings)
+    if chosen not in SAMPLERS:
+        raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
+    return SAMPLERS[chosen](step_size=step_size)
+
+
+def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
+    """Load what the request names, say what will move, and sample."""
+    sampler = _sampler(request)
+    task = _task(request)
+    posterior = Posterior(
+        n_beta=request["n_beta"],
+        localization=request["localization"],
+        prior_precision=request.get("prior_precision", 0.0),
+        weights=request.get("weights", task.default_weights),
+    )
+    moving = MovingWeights(task.model, posterior.weights)
+    shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
+    say(f"{moving.total:,} weights of {len(moving.names)} parameters move ({posterior.weights}): {shown}")
+    del moving
+    source = {name: _absolute(request[name]) for name in SOURCES if name in request}
+    options = {"sampling_data": task.sampling_data, **task.options}
+    return attribute(
+        task.model,
+        task.train,
+        task.query,
+        loss=task.loss,
+        posterior=posterior,
+        sampler=sampler,
+        out=out,
+        source=source,
+        examples=task.examples,
+        **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
+        **options,
+    )
+
+
+def _task(request: dict[str, Any]) -> Task:
+    if "task" in request:
+        return from_file(request["task"], request.get("device"))
+    return language_model(
+        request["model"],
+        train=request["train"],
+        query=request["query"],
+        sampling=request.get("sampling"),
+        max_length=request.get("max_length"),
+        device=request.get("device"),
+    )
+
+
+def _absolute(value: Any) -> Any:
+    """A local path in full, so that the run can be repeated from anywhere."""
+    place, colon, rest = str(value).partition(":")
+    return str(Path(place).resolve()) + colon + rest if isinstance(value, str) and Path(place).exists() else value

@@ -1,0 +1,105 @@
+"""Results on a terminal: rankings as tables, and texts whose tokens are coloured by correlation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jostle.scores import Entry, Ranking
+
+HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
+"""Blue and orange: a pair that a colour-blind reader can tell apart."""
+
+SHOWN_TEXT = 90
+
+
+def print_ranking(
+    console: Console, ranking: Ranking, train: Sequence[Mapping[str, Any]], query: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print the most helpful and most harmful examples for a query."""
+    value = "correlation" if ranking.normalized else "influence"
+    about = f"query {ranking.query}"
+    if query:
+        about += f": {excerpt(query[ranking.query])}"
+    console.print(Text(about, style="bold"), soft_wrap=True)
+    for title, entries in (("most helpful", ranking.helpful), ("most harmful", ranking.harmful)):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        cells = [(str(entry.index), _value(entry, ranking)) for entry in entries]
+        for column, heading in enumerate(("train", value)):
+            # The numbers keep their room, and the text gets what is left.
+            widest = max([len(heading), *(len(row[column]) for row in cells)])
+            table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
+        table.add_column("text", no_wrap=True, overflow="ellipsis")
+        for entry, (index, number) in zip(entries, cells, strict=True):
+            table.add_row(index, number, Text(excerpt(train[entry.index])) if train else Text(""))
+        console.print(table)
+    if ranking.normalized:
+        console.print("posterior correlation: positive = the losses move together, training on it helps")
+    else:
+        console.print("influence −Cov: negative = training on it lowers the query's loss")
+
+
+def _value(entry: Entry, ranking: Ranking) -> str:
+    value = -entry.score if ranking.normalized else entry.score
+    shown = f"{value:+.3f}" if ranking.normalized else f"{value:+.3e}"
+    return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
+
+
+def excerpt(example: Mapping[str, Any]) -> str:
+    """Return the beginning of an example's text on one line."""
+    text = " ".join(str(example.get("text", example.get("label", ""))).split())
+    return text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 1] + "…"
+
+
+def print_tokens(
+    console: Console,
+    title: str,
+    example: Mapping[str, Any],
+    correlations: Mapping[int, float] | None = None,
+    *,
+    marked: Sequence[int] = (),
+) -> None:
+    """Print a text with its tokens on a background of their correlation; ``marked`` tokens are underlined."""
+    largest = max((abs(value) for value in (correlations or {}).values()), default=1.0) or 1.0
+    text = Text()
+    for position, token in enumerate(example["tokens"]):
+        style = "underline bold" if position in marked else ""
+        if correlations is None or position not in correlations:
+            style += " dim" if correlations is not None else ""
+        else:
+            style += f" on {_colour(correlations[position] / largest)} black"
+        text.append(token, style=style.strip())
+    console.print(Text(title, style="bold"))
+    console.print(text, soft_wrap=False)
+
+
+def print_strongest(
+    console: Console, example: Mapping[str, Any], correlations: Mapping[int, float], count: int
+) -> None:
+    """List the tokens with the largest correlations, for terminals without colour and for numbers."""
+    order = sorted(correlations, key=lambda position: -abs(correlations[position]))[:count]
+    parts = [f"{example['tokens'][position].strip() or '·'} ({correlations[position]:+.2f})" for position in order]
+    console.print(Text("strongest: " + "  ".join(parts), style="dim"))
+
+
+def legend() -> Text:
+    """Return what the colours mean."""
+    return Text.assemble(
+        ("  helps  ", f"on {_colour(1.0)} black"),
+        " losses move together (posterior correlation > 0)   ",
+        ("  harms  ", f"on {_colour(-1.0)} black"),
+        " they move against each other",
+    )
+
+
+def _colour(value: float) -> str:
+    """White at 0, the colour of its sign at ±1."""
+    target = np.array(HELPFUL if value > 0 else HARMFUL)
+    red, green, blue = (255 + (target - 255) * min(1.0, abs(value)) * 0.8).astype(int)
+    return f"rgb({red},{green},{blue})"

@@ -1,0 +1,221 @@
+"""The command line on a tiny language model: run, resume, repeat, read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import jostle
+from architectures import transformers
+from jostle import presets, requests
+from jostle.cli import app
+from test_texts import make_tokenizer
+
+TRAIN = [
+    "one two three four",
+    "five six",
+    "seven eight nine one two",
+    "the capital of France is Paris",
+    "nine nine six",
+]
+SMALL = ["--chains", "2", "--draws", "12", "--thin", "2", "--burn-in", "1", "--batch-size", "3"]
+
+
+def jostle_command(*arguments: object, columns: int = 100) -> Any:
+    """The command in this process; `test_cli.py` runs some as a shell would."""
+    runner = CliRunner(env={"COLUMNS": str(columns), "HF_HUB_OFFLINE": "1"})
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, its tokenizer, texts, and a finished run."""
+    path = tmp_path_factory.mktemp("language")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    (path / "train.jsonl").write_text("\n".join(json.dumps({"text": t, "n": i}) for i, t in enumerate(TRAIN)))
+    queries = [{"text": TRAIN[2]}, {"prompt": "the capital of France", "completion": " is Paris"}]
+    (path / "query.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    result = jostle_command("run", path / "run", *sources(path), *SMALL)
+    assert result.exit_code == 0, result.stderr
+    (path / "stderr").write_text(result.stderr)
+    return path
+
+
+def sources(path: Path) -> list[object]:
+    return ["--model", path / "model", "--train", path / "train.jsonl", "--query", path / "query.jsonl"]
+
+
+def test_what_moves_is_said_before_sampling(place: Path) -> None:
+    names = jostle.load(place / "run").manifest["moving_parameters"]
+    assert all("self_attn" in name for name in names)  # the default of a language model
+    assert len(names) == 8
+    said = (place / "stderr").read_text()
+    assert "6,144 weights of 8 parameters move (attention): model.layers.0.self_attn.q_proj.weight" in said
+
+
+def test_the_run_is_that_of_the_python_surface(place: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    train = [dict(tokenizer(text)) for text in TRAIN]
+    prompt = tokenizer("the capital of France is Paris")["input_ids"]
+    labels = [-100] * (len(prompt) - len(tokenizer(" is Paris")["input_ids"]) + 1)
+    labels += prompt[len(labels) :]
+    query = [train[2] | {"labels": train[2]["input_ids"]}, {"input_ids": prompt, "labels": labels}]
+    query = [{"input_ids": q["input_ids"], "labels": q["labels"]} for q in query]
+    run = jostle.attribute(
+        model, [{"input_ids": t["input_ids"]} for t in train], query, loss=jostle.losses.next_token(),
+        posterior=jostle.Posterior(n_beta=30, localization=10_000, weights="attention"),
+        sampler=jostle.SGLD(step_size=1e-5), chains=2, draws=12, thin=2, burn_in=1, batch_size=3, progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        run.influence().values, jostle.load(place / "run").influence().values, rtol=1e-3, atol=1e-9
+    )
+
+
+def test_top_as_json(place: Path) -> None:
+    result = jostle_command("top", place / "run", "--query", 0, "-k", 2, "--json")
+    top = json.loads(result.stdout)
+    scores = jostle.load(place / "run").influence(normalize=True)
+    assert top["query"] == 0
+    assert top["helpful"][0]["index"] == 2  # the query is a copy of it
+    assert top["helpful"][0]["score"] == pytest.approx(-1, abs=1e-5)
+    assert top["helpful"][0]["text"] == "<s>" + TRAIN[2]
+    expected = np.argsort(scores.values[:, 0])[:2]
+    assert [entry["index"] for entry in top["helpful"]] == expected.tolist()
+    covariance = json.loads(jostle_command("top", place / "run", "-q", 1, "--covariance", "--json").stdout)
+    value = jostle.load(place / "run").influence().values[:, 1].min()
+    assert covariance["helpful"][0]["score"] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_top_as_a_table(place: Path, columns: int) -> None:
+    result = jostle_command("top", place / "run", "-q", 0, columns=columns)
+    assert "+1.000" in result.stdout
+    assert "positive = the losses move together" in result.stdout
+    assert "  2 " in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= columns + 40  # only the query's own line may be longer
+
+
+def test_show_colours_the_training_text(place: Path) -> None:
+    run = jostle.load(place / "run")
+    result = jostle_command("show", place / "run", "-q", 1, "--train", 3)
+    assert "<s>the capital of France is Paris" in result.stdout
+    correlations = run.token_influence(3, 1, whole_query=True, normalize=True).posterior_correlation[:, 0]
+    strongest = np.abs(correlations).argmax()
+    assert f"({correlations[strongest]:+.2f})" in result.stdout.split("strongest:")[1]
+    position = run.traces.columns("query").positions_of(1)[-1]
+    one = jostle_command("show", place / "run", "-q", 1, "--train", 3, "--token", position)
+    last = run.token_influence(3, 1, normalize=True).posterior_correlation[:, -1]
+    assert f"({last[np.abs(last).argmax()]:+.2f})" in one.stdout.split("strongest:")[1]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors", "csv", "parquet"])
+def test_export(place: Path, suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"scores.{suffix}"
+    assert jostle_command("export", place / "run", file).exit_code == 0
+    expected = jostle.load(place / "run").influence().values
+    if suffix == "npy":
+        values = np.load(file)
+    elif suffix == "safetensors":
+        values = jostle.Scores.load(file).values
+    else:
+        import pandas
+
+        frame = pandas.read_csv(file) if suffix == "csv" else pandas.read_parquet(file)
+        values = frame.pivot(index="train", columns="query", values="score").to_numpy()
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_repeated_from_its_config(place: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((place / "run" / "config.yaml").read_text())
+    assert config["source"]["model"] == str(place / "model")
+    result = jostle_command("run", tmp_path / "again", "--config", place / "run" / "config.yaml")
+    assert result.exit_code == 0, result.stderr
+    first, again = jostle.load(place / "run"), jostle.load(tmp_path / "again")
+    np.testing.assert_array_equal(first.traces.losses("train")[:], again.traces.losses("train")[:])
+    assert again.config == first.config
+
+
+def test_a_task_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch, jostle\n"
+        "def build():\n"
+        "    torch.manual_seed(0)\n"
+        "    X, y = torch.randn(8, 3), torch.randn(8, 1)\n"
+        "    return {'model': torch.nn.Linear(3, 1), 'train': (X, y), 'query': (X[:2], y[:2]),\n"
+        "            'loss': jostle.losses.regression()}\n"
+    )
+    result = jostle_command("run", tmp_path / "run", "--task", f"{tmp_path / 'mine.py'}:build", *SMALL)
+    assert result.exit_code == 0, result.stderr
+    run = jostle.load(tmp_path / "run")
+    assert run.influence().values.shape == (8, 2)
+    assert run.manifest["moving_weights"] == 4  # of a model of one's own, everything moves
+
+
+def test_presets_are_the_papers_table() -> None:
+    table = {
+        "vision": (256, 15, 1000, 10, 1e-4, 10, 1000),
+        "language": (64, 5, 1000, 100, 8e-7, 2000, 7000),
+        "scaling": (32, 4, 500, 0, 5e-6, 30, 300),
+        "retraining-resnet": (1024, 4, 100, 0, 1e-5, 200, 10_000),
+        "retraining-llm": (128, 4, 300, 150, 2e-6, 800, 50_000),
+    }
+    order = ("batch_size", "chains", "draws", "burn_in", "step_size", "n_beta", "localization")
+    assert {name: tuple(preset[key] for key in order) for name, preset in presets.PRESETS.items()} == table
+    flags: dict[str, Any] = {"model": "m", "train": "t", "query": "q"}
+    assert requests.resolve(flags, preset="scaling")["weights"] == "attention+mlp"
+    assert requests.resolve(flags | {"chains": 2}, preset="scaling")["chains"] == 2  # a flag is stronger
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "OUT", "--model", "MODEL"], "run: got no --train, no --query, expected --model, --train and --query"),
+        (["run", "OUT", *["--model", "x/y", "--train", "TRAIN", "--query", "QUERY"]], "model: got x/y, which could not be loaded"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "nope.jsonl", "--query", "QUERY"]], "train: got nope.jsonl, which does not"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--preset", "huge"]], "preset: got 'huge'"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--sampler", "hmc"]], "sampler: got 'hmc'"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--weights", "mlpp"]], "weights: got 'mlpp', which"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--max-length", "99"]], "max_length: got 99"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--step-size", "9"]], "step_size: got 9"),
+        (["run", "OUT", "--task", "nope.py:build"], "task: got nope.py, which does not exist"),
+        (["run", "OUT", "--config", "nope.yaml"], "config: got nope.yaml, which lacks"),
+        (["top", "OUT"], "run: got no readable manifest.json"),
+        (["top", "RUN", "-q", "2"], "query: got 2, expected an index below 2"),
+        (["show", "RUN", "--token", "99"], "token: got 99, expected a scored position"),
+        (["export", "RUN", "scores.xls"], "file: got scores.xls"),
+    ],
+    ids=lambda value: " ".join(value[:1] + value[-2:]) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, place: Path, tmp_path: Path) -> None:
+    names = {
+        "OUT": tmp_path / "new", "MODEL": place / "model", "TRAIN": place / "train.jsonl",
+        "QUERY": place / "query.jsonl", "RUN": place / "run",
+    }  # fmt: skip
+    result = jostle_command(*(names.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"jostle: {message}"), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "new").exists()
