@@ -10,6 +10,7 @@ import pandas
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import jostle
 
@@ -71,6 +72,10 @@ def squeezed(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").squeeze()
 
 
+def detached(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").detach()
+
+
 def infinite_on_five(model: nn.Module, batch: Any) -> Tensor:
     losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return torch.where((batch[0] == X[5]).all(1), torch.inf, losses)
@@ -83,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "empty query set": (lambda: {"query": []}, r"^query: got an empty data set, expected at least one"),
     "empty sampling data": (lambda: {"sampling_data": (X[:0], Y[:0])}, r"^sampling_data: got an empty data set"),
     "unequal columns": (lambda: {"train": (X, Y[:7])}, r"^train: got tensors of lengths \[8, 7\], expected one row"),
-    "an iterator": (lambda: {"train": iter([(X[0], Y[0])])}, r"^train: got a list_iterator, expected .*list\(\.\.\.\)"),
+    "an iterator": (lambda: {"train": iter([(X[0], Y[0])])}, r"^train: got a list_iterator, expected .*; make a list of its samples$"),
     "uncollatable samples": (lambda: {"train": [("a", object())]}, r"^train: got samples that do not collate"),
     "no query": (lambda: {"query": None}, r"^query: got neither a query set nor observables"),
     "NaN weights": (lambda: {"model": with_weight(float("nan"))}, r"^weight '0\.weight': got NaN or infinite values"),
@@ -132,9 +137,22 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"^loss at w\* on sampling_data: got nan for example 8",
     ),
     "float64 inputs": (lambda: {"query": (X.double().numpy(), Y.numpy())}, r"^loss on query: got RuntimeError: .*dtype"),
-    "labels out of range": (lambda: {"query": (X, Y + 7)}, r"^loss on query: got IndexError: Target 7 is out of bounds"),
+    "labels out of range": (lambda: {"query": (X, Y + 7)}, r"^loss on query: got RuntimeError: index 7 is out of bounds"),
     "data frame": (lambda: {"train": pandas.DataFrame({"a": [1]})}, r"^train: got a DataFrame that cannot be indexed"),
     "squeezed loss": (lambda: {"loss": squeezed}, r"^loss on train: got shape \(\) for a batch of 1, expected \(1,\)"),
+    "loss module": (lambda: {"loss": nn.CrossEntropyLoss()}, r"^loss: got a CrossEntropyLoss, expected a function f\("),
+    "loss not called": (lambda: {"loss": jostle.losses.classification}, r"^loss: got losses\.classification itself, .* call"),
+    "loss by name": (lambda: {"loss": "classification"}, r"^loss: got a str, expected a function"),
+    "detached loss": (lambda: {"loss": detached}, r"^gradient of the loss on train: got element 0 of tensors does not"),
+    "state dict": (lambda: {"model": model().state_dict()}, r"^model: got a OrderedDict, expected an instance of torch"),
+    "sampler class": (lambda: {"sampler": S}, r"^sampler: got the class SGLD, expected an update rule such as"),
+    "sampler number": (lambda: {"sampler": 1e-3}, r"^sampler: got a float, expected an update rule such as"),
+    "posterior dict": (lambda: {"posterior": {"n_beta": 1}}, r"^posterior: got a dict, expected a jostle\.Posterior$"),
+    "loader": (lambda: {"train": DataLoader(TensorDataset(X, Y))}, r"^train: got a DataLoader, .*; pass loader\.dataset$"),
+    "examples": (lambda: {"examples": {"train": [{}]}}, r"^examples: got 1 of 'train', expected 8 of 'train' and 2 of"),
+    "examples list": (lambda: {"examples": [1]}, r"^examples: got a list, expected"),
+    "negative label": (lambda: {"train": (X, Y - 100)}, r"^loss on train: got RuntimeError: index -100 is out of bounds"),
+    "empty sequence": (lambda: {"train": [{"input_ids": []}]}, r"^train: got samples that .*\(a sequence without a token"),
     "slash": (lambda: {"observables": {"a/b": lambda m: m[0].bias}}, r"^observables: got the name 'a/b', expected"),
     "observable thrown away": (
         lambda: {"observables": {"b": lambda m: m[0].bias}, "keep": "covariance"},
@@ -188,7 +206,10 @@ def test_a_run_of_something_else_is_refused_with_both_fingerprints(
     again = jostle.attribute(**arguments, out=tmp_path / "run", progress=False)  # the same: returned as it is
     assert again.manifest == first.manifest
     stored = first.manifest["fingerprints"][what]
-    with pytest.raises(jostle.InputError, match=f"whose {what} has fingerprint {stored}, expected [0-9a-f]{{16}}"):
+    named = r" \(seed 0 there, 1 now\)" if what == "config" else ""
+    with pytest.raises(
+        jostle.InputError, match=f"whose {what} has fingerprint {stored}{named}, expected [0-9a-f]{{16}}"
+    ):
         jostle.attribute(**(arguments | change), out=tmp_path / "run", progress=False)
     assert jostle.load(tmp_path / "run").manifest == first.manifest
 
@@ -302,6 +323,15 @@ def test_questions_a_run_cannot_answer() -> None:
         run.influence(on="norm")
     with pytest.raises(jostle.InputError, match=r"^reduction: got 'max', expected 'mean' or 'sum'"):
         run.influence(reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(jostle.InputError, match=r"^centering: got 'chain', expected 'pooled' or 'within'"):
+        run.influence(centering="chain")  # type: ignore[arg-type]
+    with pytest.raises(jostle.InputError, match=r"^query: got 1.0, expected an index below 2"):
+        run.influence().top(query=1.0)  # type: ignore[arg-type]
+    with pytest.raises(jostle.InputError, match=r"^path: got s\.csv, expected .*; use export"):
+        run.influence().save("s.csv")
+    diagnostics = run.diagnostics()
+    assert diagnostics["effective_draws"] is None
+    assert diagnostics["remarks"] == ["chains of 3 draws are too short to tell how many are effective"]
     with pytest.raises(jostle.InputError, match=r"^posterior_correlation: got covariance scores"):
         _ = run.influence().posterior_correlation
     small = jostle.attribute(model(), (X, Y), (X[:2], Y[:2]), draws=3, keep="covariance", progress=False)

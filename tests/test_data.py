@@ -145,6 +145,23 @@ def test_positions_count_from_the_first_real_token() -> None:
     assert positions(batch)[real].tolist() == [0, 1, 0, 1, 2]
 
 
+def test_confident_examples_keep_their_small_losses() -> None:
+    """In float32 the usual form of cross-entropy is 0 from a margin of about 17 on."""
+    logits = torch.tensor([[20.0, 0.0, -3.0], [40.0, 0.0, 1.0], [0.3, 0.1, -0.2], [-30.0, 5.0, 9.0]])
+    labels = torch.zeros(4, dtype=torch.long)
+    model = nn.Identity()
+    values = jostle.losses.classification()(model, (logits, labels))
+    exact = torch.log1p((logits[:, 1:] - logits[:, :1]).double().exp().sum(1))
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=0)
+    assert values[:2].min() > 0 == nn.functional.cross_entropy(logits, labels, reduction="none")[0]
+
+
+def test_sequences_as_people_have_them() -> None:
+    forms = [[[1, 2, 3], [4, 5]], [{"input_ids": torch.tensor([[1, 2, 3]])}, {"input_ids": torch.tensor([[4, 5]])}]]
+    for form in forms:
+        assert Data(form, "train").batch([0, 1])["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
+
+
 def test_regression_loss_is_the_gaussian_likelihood() -> None:
     model = nn.Linear(3, 2)
     targets = torch.randn(7, 2)

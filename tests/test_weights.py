@@ -66,7 +66,7 @@ def test_layers_restrict_a_group(model) -> None:
 
 
 def test_an_unknown_group_and_a_missing_layer() -> None:
-    with pytest.raises(jostle.InputError, match="'attentoin', which matches no weight"):
+    with pytest.raises(jostle.InputError, match=r"'attentoin', which matches no weight.*did you mean 'attention'"):
         MovingWeights(tiny("llama"), "attentoin")
     with pytest.raises(jostle.InputError, match="groups that this model has: attention, mlp, norm, embedding, head"):
         MovingWeights(tiny("llama"), "layers.7.attention")

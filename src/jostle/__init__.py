@@ -9,7 +9,7 @@ from jostle._version import __version__
 
 if TYPE_CHECKING:
     from jostle import attributors, losses
-    from jostle.errors import InputError
+    from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
     from jostle.run import Run, load
     from jostle.samplers import SGLD, RMSpropSGLD, Sampler
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
 _HOMES = {
+    "ChainsFailedError": "jostle.errors",
     "InputError": "jostle.errors",
     "Posterior": "jostle.posterior",
     "RMSpropSGLD": "jostle.samplers",
@@ -33,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "SGLD",
+    "ChainsFailedError",
     "InputError",
     "Posterior",
     "RMSpropSGLD",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch
@@ -126,12 +126,22 @@ class _Rows:
 def collate_samples(samples: list[Any]) -> Batch:
     """Stack samples; token sequences of unequal lengths are padded on the right and their mask is added."""
     first = samples[0]
-    if isinstance(first, Mapping) and "input_ids" in first:
-        return _pad_sequences([{key: torch.as_tensor(value) for key, value in s.items()} for s in samples])
+    if isinstance(first, list) and first and isinstance(first[0], int):
+        samples = [{"input_ids": tokens} for tokens in samples]
+    if isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
+        return _pad_sequences([{key: _one_row(value) for key, value in sample.items()} for sample in samples])
     return default_collate(samples)
 
 
+def _one_row(values: Any) -> Tensor:
+    """A sequence as a vector; a tokenizer asked for tensors gives a batch of one."""
+    tensor = torch.as_tensor(values)
+    return tensor[0] if tensor.ndim == 2 and len(tensor) == 1 else tensor
+
+
 def _pad_sequences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    if any(len(sample["input_ids"]) == 0 for sample in samples):
+        raise ValueError("a sequence without a token")
     longest = max(len(sample["input_ids"]) for sample in samples)
     for sample in samples:
         sample.setdefault("attention_mask", torch.ones_like(sample["input_ids"]))
@@ -195,7 +205,7 @@ def _length(source: Any, name: str) -> int:
         name,
         got=f"a {type(source).__name__}",
         expected="tensors, or a data set with len() and integer indexing",
-        fix="wrap an iterable in list(...)",
+        fix="pass loader.dataset" if isinstance(source, DataLoader) else "make a list of its samples",
     )
 
 

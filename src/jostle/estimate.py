@@ -31,6 +31,9 @@ AUTOCORRELATION_TIMES = 5
 PROBED_SERIES = 64
 """How many series the autocorrelation time is read from."""
 
+FEWEST_DRAWS = 10
+"""From chains of fewer draws than this, no autocorrelation is read."""
+
 FEWEST_BATCHES = 8
 """With fewer batches than this, a standard error says so."""
 
@@ -98,6 +101,8 @@ def covariance(
     Raises:
         InputError: fewer than two draws, or traces of different chains and draws.
     """
+    if centering not in ("pooled", "within"):
+        raise InputError("centering", got=repr(centering), expected="'pooled' or 'within'")
     kept = np.arange(left.shape[0]) if chains is None else np.asarray(chains)
     if left.shape[:2] != right.shape[:2]:
         raise InputError("traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes")
@@ -265,7 +270,7 @@ def _batch_length(left: Tensor, right: Tensor) -> int:
     pairs = min(a.shape[2], b.shape[2])
     products = a[:, :, :pairs] * b[:, :, :pairs]
     longest = max(autocorrelation_time(series) for series in (a, b, products))
-    return min(draws, math.ceil(AUTOCORRELATION_TIMES * longest))
+    return draws if math.isnan(longest) else min(draws, math.ceil(AUTOCORRELATION_TIMES * longest))
 
 
 def spread_columns(block: Float[Tensor, "chain draw column"]) -> Float[np.ndarray, "chain draw column"]:
@@ -278,18 +283,19 @@ def spread_columns(block: Float[Tensor, "chain draw column"]) -> Float[np.ndarra
 def autocorrelation_time(series: Float[np.ndarray, "chain draw column"]) -> float:
     """Draws for each effective one, of the slower series (their upper quartile); at least 1.
 
-    Every chain is centred at its own mean first: that chains disagree is for diagnostics to say.
+    Every chain is centred at its own mean first: that chains disagree is for diagnostics to say. NaN where chains are
+    too short to tell.
     """
     from arviz_stats.base.array import array_stats
 
     centered = series - series.mean(1, keepdims=True)
     moving = centered[:, :, centered.std((0, 1)) > 0]
-    if series.shape[1] < 4 or moving.shape[2] == 0:
-        return 1.0
+    if series.shape[1] < FEWEST_DRAWS or moving.shape[2] == 0:
+        return math.nan
     effective = array_stats.ess(moving, chain_axis=0, draw_axis=1, method="mean")
     times = series.shape[0] * series.shape[1] / np.asarray(effective)
     times = times[np.isfinite(times)]
-    return max(1.0, float(np.quantile(times, 0.75))) if len(times) else 1.0
+    return max(1.0, float(np.quantile(times, 0.75))) if len(times) else math.nan
 
 
 class StreamingCovariance:

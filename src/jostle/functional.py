@@ -253,8 +253,8 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
         raise InputError(
             what,
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            expected="losses",
-            fix="check the types and shapes of a batch against what the model takes",
+            expected="losses from loss(model, batch)",
+            fix="check a batch against what the model takes: inputs in its precision, labels as whole numbers",
         ) from error
     again = losses(probed)
     tolerance = model.tolerance
@@ -299,6 +299,22 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
                 expected=expected,
                 fix=fix,
             )
+
+
+def check_gradient(model: FunctionalModel, loss: Loss, data: Data) -> None:
+    """Refuse a loss from which no gradient, or none that is finite, reaches the weights."""
+    center, expected = model.moving.center[None], "a finite gradient at w*"
+    try:
+        gradient = model.mean_loss_gradient(loss, center, data, [np.arange(min(2, len(data)))])
+    except RuntimeError as error:
+        raise InputError(
+            f"gradient of the loss on {data.name}",
+            got=str(error).splitlines()[0],
+            expected=expected,
+            fix="leave detach(), no_grad() and inference_mode() out of model, loss and call",
+        ) from error
+    if not torch.isfinite(gradient).all():
+        raise InputError(f"gradient of the loss on {data.name}", got="values that are not finite", expected=expected)
 
 
 def side_by_side_failure(

@@ -69,6 +69,9 @@ def next_token(*, chunk_bytes: int = 128 << 20) -> Loss:
     return _NextToken(chunk_bytes)
 
 
+FACTORIES = (classification, regression, next_token)
+
+
 @dataclass(frozen=True)
 class _Classification:
     label_smoothing: float
@@ -76,7 +79,13 @@ class _Classification:
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, " batch"]:
         inputs, labels = batch
         logits = at_least_float32(model(inputs))
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        if self.label_smoothing:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        # −log p = log(1 + Σ exp(others − own)): near 0 the difference of logsumexp and logit, which is the usual form,
+        # rounds to 0 in float32, and a confident example would seem to have no influence at all.
+        own = logits.gather(1, labels[:, None])
+        is_own = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+        return F.softplus(logits.masked_fill(is_own, -torch.inf).logsumexp(1) - own[:, 0])
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,11 +146,12 @@ class Run:
     ) -> Scores:
         """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
 
-        Rows and columns are the scored tokens; ``traces.columns("train").positions`` says where they stand. With
-        ``whole_query`` there is one column, the mean loss of the query's tokens.
+        Rows and columns are the *scored* tokens: not the first of a sequence, nor those of a prompt. Where they stand
+        is in ``provenance["train_positions"]`` and ``provenance["query_positions"]``. With ``whole_query`` there is
+        one column, the mean loss of the query's tokens.
         """
         self._require_chains()
-        blocks = []
+        blocks, positions = [], {}
         for name, sample in (("train", train), ("query", query)):
             columns = self.traces.columns(name)
             if not columns.per_token:
@@ -157,6 +159,7 @@ class Run:
             if not 0 <= sample < columns.samples:
                 raise InputError(name, got=sample, expected=f"an index from 0 to {columns.samples - 1}")
             blocks.append(np.asarray(self.traces.losses(name)[:, :, columns.of(sample)]))
+            positions[f"{name}_positions"] = columns.positions_of(sample)
         if whole_query:
             blocks[1] = blocks[1].mean(axis=2, keepdims=True)
         estimate = covariance(
@@ -166,10 +169,19 @@ class Run:
             normalize=normalize,
             standard_error=standard_error,
         )
-        return self._scores(estimate, normalize, None, {"train": train, "query": query, "centering": centering})
+        about = {"train": train, "query": query, "centering": centering, **positions}
+        return self._scores(estimate, normalize, None, about)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return what a user should know before trusting the scores."""
+        """Return what a user should know before trusting the scores.
+
+        ``mean_loss`` and ``mean_loss_at_center`` (of the training examples: how far the draws are from w*),
+        ``autocorrelation_time`` (draws for each effective one, of the slower losses), ``effective_draws`` (all of them
+        by that; None where chains are too short to tell), ``failed_chains``, and ``remarks`` in words.
+        """
+        kept_traces = self.config["keep"] == "traces"
+        if not kept_traces:
+            return {"failed_chains": self.manifest["failed_chains"], "remarks": self.manifest["remarks"]}
         self._require_chains()
         losses, kept = self._sequence_losses("train", "mean"), self._healthy_chains()
         width = max(1, BUFFER_BYTES // (16 * losses.shape[0] * losses.shape[1] * getattr(losses, "read_per_column", 1)))
@@ -178,16 +190,21 @@ class Run:
             total += block.double().sum().item()
             times.append(autocorrelation_time(spread_columns(block)))
         draws = len(kept) * losses.shape[1]
+        known = [value for value in times if not math.isnan(value)]
+        slowest = max(known) if known else None
+        remarks = list(self.manifest["remarks"])
+        if slowest is None:
+            remarks.append(f"chains of {losses.shape[1]} draws are too short to tell how many are effective")
         center = self.traces.center_losses("train")
         if (columns := self.traces.columns("train")).offsets is not None:
             center = SequenceLosses(center[None, None], columns, "mean")[:, :, :]
         return {
             "failed_chains": self.manifest["failed_chains"],
-            "remarks": self.manifest["remarks"],
+            "remarks": remarks,
             "mean_loss_at_center": float(np.mean(center)),
             "mean_loss": total / (draws * losses.shape[2]),
-            "autocorrelation_time": max(times),
-            "effective_draws": draws / max(times),
+            "autocorrelation_time": slowest,
+            "effective_draws": None if slowest is None else draws / slowest,
         }
 
     def _require_chains(self) -> None:

@@ -43,11 +43,12 @@ from jostle.functional import (
     FunctionalModel,
     Observable,
     Observer,
+    check_gradient,
     check_neighbours,
     eval_mode,
     side_by_side_failure,
 )
-from jostle.losses import Loss
+from jostle.losses import FACTORIES, Loss
 from jostle.losses import classification as classification_loss
 from jostle.posterior import Posterior
 from jostle.run import FORMAT, Run, read_manifest
@@ -110,14 +111,14 @@ def attribute(
         query: the examples on which influence is measured; observed at every draw.
         sampling_data: what minibatch gradients are drawn from. Default: ``train``. The paper samples with all n
             examples while it scores a subset.
-        loss: what is recorded: ``f(model, batch) -> (B,)`` or ``(B, S)``. Default: classification.
+        loss: what is recorded: ``f(model, batch) -> (B,)`` or ``(B, S)``. Default: ``losses.classification()``.
         potential_loss: what drives the chain, where it differs from what is recorded (label smoothing, weighting).
         observables: any other φ: ``{"name": f(model) -> (p,)}``.
-        posterior: nβ, γ, and which weights move.
-        sampler: the update rule and its step size.
+        posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``.
+        sampler: the update rule and its step size. Default: ``SGLD(step_size=1e-5)``.
         chains: C, the number of chains.
         draws: T, the number of draws from each chain.
-        burn_in: steps before the first draw.
+        burn_in: steps before the first draw. Chains start at w*, and leave it within a few times 2/(εγ) steps.
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
             observing every example: raise this before ``draws``.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
@@ -129,7 +130,7 @@ def attribute(
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers.
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
-        progress: show a progress bar, where stderr is a terminal.
+        progress: show a progress bar, where stderr is a terminal or a notebook.
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
@@ -144,6 +145,7 @@ def attribute(
     """
     loss = loss or classification_loss()
     observables = dict(observables or {})
+    _check_kinds(model, loss, potential_loss, posterior, sampler)
     config = Config(
         posterior=posterior or Posterior(n_beta=200.0, localization=1e4),
         sampler=sampler or SGLD(step_size=1e-5),
@@ -177,6 +179,7 @@ def attribute(
         else:
             drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
         functional = FunctionalModel(model, moving)
+        _check_examples(examples or {}, sets)
         driving_loss = potential_loss or loss
         for data in sets.values():
             check_neighbours(functional, loss, data)
@@ -190,6 +193,8 @@ def attribute(
         if potential_loss is not None or sampling_data is not None:
             driving = Observer(functional, driving_loss, drawn_from, observation_batch_size, most=CHECKED_EXAMPLES)
             at_center["potential loss"] = driving.center_losses
+        if config.posterior.n_beta:
+            check_gradient(functional, driving_loss, drawn_from)
         most_at_once = _most_at_once(config, moving, observers, chains_at_once)
         if most_at_once > 1:
             reason = side_by_side_failure(
@@ -222,12 +227,12 @@ def attribute(
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
         with _interruptible() as interrupted:
-            manifest = _open_manifest(directory, fingerprints, at_center, functional.tolerance)
+            settings = config.to_dict() | ({"source": dict(source)} if source else {})
+            manifest = _open_manifest(directory, fingerprints, config.to_dict(), at_center, functional.tolerance)
             if manifest is None:
                 manifest = _new_manifest(fingerprints, moving)
                 # The potential holds nβ/n of each example's loss, where what drives the chain is what is recorded.
                 manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
-                settings = config.to_dict() | ({"source": dict(source)} if source else {})
                 _create(directory, config, settings, manifest, observers, sizes, at_center, examples or {})
             if manifest["status"] != "complete":
                 recorder: Recorder
@@ -235,17 +240,24 @@ def attribute(
                     recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
                 else:
                     recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, draws)
-                with _bar(progress, config, observers) as report:
-                    failures, remarks = run_chains(
-                        dynamics,
-                        recorder,
-                        Checkpoints(directory / "state"),
-                        chains=list(range(chains)),
-                        at_once=at_once,
-                        checkpoint_seconds=checkpoint_seconds,
-                        report=report,
-                        interrupted=interrupted,
-                    )
+                try:
+                    with _bar(progress, config, observers) as report:
+                        failures, remarks = run_chains(
+                            dynamics,
+                            recorder,
+                            Checkpoints(directory / "state"),
+                            chains=list(range(chains)),
+                            at_once=at_once,
+                            checkpoint_seconds=checkpoint_seconds,
+                            report=report,
+                            interrupted=interrupted,
+                        )
+                except KeyboardInterrupt as error:
+                    if out is None:
+                        raise
+                    raise KeyboardInterrupt(
+                        f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
+                    ) from error
                 manifest["status"] = "complete"
                 manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
                 manifest["remarks"] = list(dict.fromkeys(remarks))
@@ -274,6 +286,38 @@ def _tell(run: Run) -> None:
         )
     for remark in run.manifest["remarks"]:
         warnings.warn(remark, SamplerWarning, stacklevel=3)
+
+
+def _check_kinds(
+    model: Any, loss: Any, potential_loss: Any, posterior: Posterior | None, sampler: Sampler | None
+) -> None:
+    """Refuse what is not the kind of thing it should be, before it fails somewhere inside."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", got=f"a {type(model).__name__}", expected="an instance of torch.nn.Module, at w*")
+    for name, function in (("loss", loss), ("potential_loss", potential_loss)):
+        if function in FACTORIES:
+            raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
+        if function is not None and (not callable(function) or isinstance(function, nn.Module)):
+            raise InputError(
+                name,
+                got=f"a {type(function).__name__}",
+                expected="a function f(model, batch) that returns one loss a sample",
+                fix="jostle.losses has classification(), regression() and next_token()",
+            )
+    if posterior is not None and not isinstance(posterior, Posterior):
+        raise InputError("posterior", got=f"a {type(posterior).__name__}", expected="a jostle.Posterior")
+    if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
+        got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
+        raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
+
+
+def _check_examples(examples: Mapping[str, Any], sets: Mapping[str, Data]) -> None:
+    if not isinstance(examples, Mapping):
+        raise InputError("examples", got=f"a {type(examples).__name__}", expected='{"train": [...], "query": [...]}')
+    for name, shown in examples.items():
+        if name not in sets or len(shown) != len(sets[name]):
+            expected = " and ".join(f"{len(data)} of {key!r}" for key, data in sets.items())
+            raise InputError("examples", got=f"{len(shown)} of {name!r}", expected=expected)
 
 
 def _most_at_once(config: Config, moving: MovingWeights, observers: Mapping[str, Observer], wanted: int | None) -> int:
@@ -320,8 +364,28 @@ def _directory(out: str | Path | None) -> Path:
     return directory
 
 
+def _difference(directory: Path, name: str, settings: dict[str, Any]) -> str:
+    """Which settings a run was made with that are others now."""
+    if name != "config":
+        return ""
+    there, now = _flat(yaml.safe_load((directory / "config.yaml").read_text())), _flat(settings)
+    changed = [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
+    return f" ({'; '.join(changed)})"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _open_manifest(
-    directory: Path, fingerprints: dict[str, str], at_center: dict[str, Tensor], tolerance: float
+    directory: Path,
+    fingerprints: dict[str, str],
+    settings: dict[str, Any],
+    at_center: dict[str, Tensor],
+    tolerance: float,
 ) -> dict[str, Any] | None:
     """The manifest of the run that is there already, None where there is none; refuses that of another run."""
     if not (directory / "manifest.json").is_file():
@@ -332,7 +396,7 @@ def _open_manifest(
         if theirs != ours:
             raise InputError(
                 "out",
-                got=f"{directory}, a run whose {name} has fingerprint {theirs}",
+                got=f"{directory}, a run whose {name} has fingerprint {theirs}{_difference(directory, name, settings)}",
                 expected=f"{ours}, as passed now",
                 fix="choose another directory, or delete this one",
             )
@@ -379,7 +443,12 @@ def _create(
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            "out", got=f"{directory} ({error.strerror})", expected="a place that can be written to"
+        ) from error
     begun = directory / BEGUN
     try:
         if begun.exists():
@@ -388,7 +457,7 @@ def _create(
         (directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         for name, shown in examples.items():
             (directory / "examples").mkdir(exist_ok=True)
-            lines = [json.dumps(example, ensure_ascii=False, default=str) for example in shown]
+            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in shown]
             (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
@@ -408,6 +477,11 @@ def _create(
     except Exception:
         _clear(directory)
         raise
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's numbers and arrays as JSON has them; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _clear(directory: Path) -> None:
@@ -451,7 +525,7 @@ def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Itera
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not (show and console.is_terminal):
+    if not (show and (console.is_terminal or console.is_jupyter)):
         yield lambda progress: None
         return
     from rich.progress import (
@@ -468,10 +542,11 @@ def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Itera
         TextColumn("sampling"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
+        TextColumn("steps,"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("gone,"),
         TimeRemainingColumn(),
+        TextColumn("left,"),
         TextColumn("{task.fields[loss]}"),
     )
     with RichProgress(*columns, console=console) as bar:

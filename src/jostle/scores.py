@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,7 @@ class Ranking:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
     """Influence of training examples (rows) on queries (columns): ``values[train, query]``.
 
@@ -87,6 +88,11 @@ class Scores:
         return f"Scores({self.method} {kind}, {rows} train × {columns} query, negative = helps)"
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """(train, query)."""
+        return self.values.shape
+
+    @property
     def posterior_correlation(self) -> Float[np.ndarray, "train query"]:
         """The correlation of losses with a plus sign, which is what people look at."""
         if not self.normalized:
@@ -101,8 +107,8 @@ class Scores:
     def top(self, query: int, k: int = 10) -> Ranking:
         """Return the ``k`` most helpful (most negative first) and most harmful (most positive first) examples."""
         queries = self.values.shape[1]
-        if not -queries <= query < queries:
-            raise InputError("query", got=query, expected=f"an index below {queries}")
+        if not isinstance(query, numbers.Integral) or not -queries <= query < queries:
+            raise InputError("query", got=repr(query), expected=f"an index below {queries}")
         if k < 1:
             raise InputError("k", got=k, expected="a positive number of examples")
         column = self.values[:, query]
@@ -121,7 +127,12 @@ class Scores:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the scores as one safetensors file, with everything else in its metadata."""
+        """Write the scores as one safetensors file, with everything else in its metadata; `load` reads it.
+
+        Other formats: `export`.
+        """
+        if Path(path).suffix not in ("", ".safetensors"):
+            raise InputError("path", got=Path(path).name, expected="a name ending in .safetensors", fix="use export")
         tensors = {"values": np.ascontiguousarray(self.values)}
         if self.standard_error is not None:
             tensors["standard_error"] = np.ascontiguousarray(self.standard_error)

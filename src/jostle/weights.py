@@ -16,6 +16,7 @@ Groups are joined by ``+`` and restricted to layers by a prefix: ``attention+mlp
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import re
@@ -140,6 +141,9 @@ def _select(model: nn.Module, selection: WeightSelection) -> dict[str, nn.Parame
         return chosen
     some = ", ".join(list(parameters)[:4]) or "none at all"
     fix = "list(dict(model.named_parameters())) shows every name"
+    near = difflib.get_close_matches(selection, GROUPS) if isinstance(selection, str) else []
+    if near:
+        fix = f"did you mean {near[0]!r}?"
     if selection == "all" and parameters:
         fix = "every weight is frozen: pass weights='*' to move them all the same"
     elif isinstance(selection, str) and _group_matcher(selection) is not None:
