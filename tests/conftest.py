@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before anything reads it: no test may wait for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 RECORDS = pytest.StashKey[dict[str, Any]]()
 

@@ -173,6 +173,32 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     assert run.manifest["moving_weights"] == 4  # of a model of one's own, everything moves
 
 
+def test_of_an_adapter_nothing_else_moves(place: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # an adapter as training leaves it, not as it begins
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    result = jostle_command("run", tmp_path / "run", *sources(place), "--model", tmp_path / "adapter", *SMALL)
+    assert result.exit_code == 0, result.stderr
+    run = jostle.load(tmp_path / "run")
+    names = run.manifest["moving_parameters"]
+    assert len(names) == 8
+    assert all("lora_" in name for name in names)
+    assert run.manifest["moving_weights"] == 2 * (2 * 2 * 32 + 2 * 32 + 2 * 16)
+    assert np.asarray(run.traces.losses("train")[:]).std(1).min() > 0
+    # The losses at w* are those of the adapted model, through its chunked head.
+    tokens = torch.tensor([make_tokenizer()(TRAIN[0])["input_ids"]])
+    expected = jostle.losses.next_token()(adapted.eval(), {"input_ids": tokens})[0, 1:].detach()
+    columns = run.traces.columns("train")
+    np.testing.assert_allclose(run.traces.center_losses("train")[columns.of(0)], expected, rtol=1e-4)
+
+
 def test_presets_are_the_papers_table() -> None:
     table = {
         "vision": (256, 15, 1000, 10, 1e-4, 10, 1000),

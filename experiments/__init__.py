@@ -1,0 +1,1 @@
+"""What Jostle finds on real models and data: one script an experiment, each with its committed record."""
