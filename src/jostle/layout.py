@@ -1,0 +1,190 @@
+"""The directory of a run: where it may be, how it is laid out, and whether one that is there is the same run."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from jostle._version import __version__
+from jostle.chains import read_tensors, write_tensors
+from jostle.config import Config
+from jostle.errors import InputError
+from jostle.functional import Observer
+from jostle.run import FORMAT, read_manifest
+from jostle.traces import Traces
+from jostle.weights import MovingWeights
+
+BEGUN = ".begun"
+"""Marks a directory whose layout was begun and not finished."""
+
+
+def place_for(out: str | Path | None) -> Path:
+    """Where the run goes; refuses a place that cannot hold one before any work is done for it."""
+    if out is None:
+        # Kept to the end of the process, not of the returned object: arrays are read lazily.
+        temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
+    directory = Path(out).resolve()
+    if directory.is_dir():
+        if any(directory.iterdir()) and not any((directory / name).is_file() for name in ("manifest.json", BEGUN)):
+            raise InputError(
+                "out", got=f"{out}, which exists and holds something else", expected="a new or empty directory"
+            )
+        place = directory
+    elif directory.exists():
+        raise InputError("out", got=f"{out}, which is a file", expected="a new or empty directory")
+    else:
+        place = next(parent for parent in directory.parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise InputError("out", got=f"{out} under {place}, which cannot be written to", expected="another place")
+    return directory
+
+
+def _difference(directory: Path, name: str, settings: dict[str, Any]) -> str:
+    """Which settings a run was made with that are others now."""
+    if name != "config":
+        return ""
+    there, now = _flat(yaml.safe_load((directory / "config.yaml").read_text())), _flat(settings)
+    changed = [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
+    return f" ({'; '.join(changed)})"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def open_run(
+    directory: Path,
+    fingerprints: dict[str, str],
+    settings: dict[str, Any],
+    at_center: dict[str, Tensor],
+    tolerance: float,
+) -> dict[str, Any] | None:
+    """The manifest of the run that is there already, None where there is none; refuses that of another run."""
+    if not (directory / "manifest.json").is_file():
+        return None
+    manifest = read_manifest(directory)
+    for name, ours in fingerprints.items():
+        theirs = manifest["fingerprints"].get(name)
+        if theirs != ours:
+            raise InputError(
+                "out",
+                got=f"{directory}, a run whose {name} has fingerprint {theirs}{_difference(directory, name, settings)}",
+                expected=f"{ours}, as passed now",
+                fix="choose another directory, or delete this one",
+            )
+    # Functions have no fingerprint; their values at w* stand for one.
+    stored, _ = read_tensors(directory / "center.safetensors")
+    for name, now in at_center.items():
+        then = stored.get(name, torch.empty(0))
+        same_shape = then.shape == now.shape
+        if not same_shape or (then - now.cpu()).norm() > max(1e-3, tolerance) * then.norm() + 1e-6:
+            raise InputError(
+                name,
+                got=f"other values at w* than those of the run in {directory}",
+                expected="the function that the run began with",
+                fix="choose another directory, or delete this one",
+            )
+    return manifest
+
+
+def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[str, Any]:
+    """Return what is known of a run before its first step."""
+    return {
+        "format": FORMAT,
+        "jostle": __version__,
+        "status": "sampling",
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "platform": platform.platform(),
+        "device": str(moving.center.device),
+        "fingerprints": fingerprints,
+        "moving_weights": moving.total,
+        "moving_parameters": list(moving.names),
+        "failed_chains": [],
+        "remarks": [],
+    }
+
+
+def create_run(
+    directory: Path,
+    config: Config,
+    settings: dict[str, Any],
+    manifest: dict[str, Any],
+    observers: Mapping[str, Observer],
+    observables: Mapping[str, int],
+    at_center: Mapping[str, Tensor],
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            "out", got=f"{directory} ({error.strerror})", expected="a place that can be written to"
+        ) from error
+    begun = directory / BEGUN
+    try:
+        if begun.exists():
+            _clear(directory)
+        begun.touch()
+        (directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        for name, shown in examples.items():
+            (directory / "examples").mkdir(exist_ok=True)
+            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in shown]
+            (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_tensors(directory / "center.safetensors", at_center, {})
+        if config.keep == "traces":
+            dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
+            traces = Traces.create(
+                directory / "traces.zarr",
+                chains=config.chains,
+                steps=config.steps,
+                dtype=dtype,
+                sets={name: observer.columns for name, observer in observers.items()},
+                observables=observables,
+            )
+            for name, observer in observers.items():
+                traces.record_center(name, observer.center_losses.cpu().numpy())
+        write_manifest(directory, manifest)
+        begun.unlink()
+    except Exception:
+        _clear(directory)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's numbers and arrays as JSON has them; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _clear(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Replace a run's manifest, whole or not at all."""
+    temporary = directory / "manifest.partial"
+    temporary.write_text(json.dumps(manifest, indent=2))
+    os.replace(temporary, directory / "manifest.json")
