@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -147,7 +147,7 @@ def demo(
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 _Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 _Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
-_Reduction = Annotated[str, typer.Option(metavar="mean|sum", help="What a sequence's loss is of its tokens' losses.")]
+_Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 
 @app.command(
@@ -230,7 +230,7 @@ def top(
     opened = load(out)
     scores = opened.influence(
         normalize=normalize,
-        reduction=reduction,  # type: ignore[arg-type]
+        reduction=reduction,
         standard_error=standard_error,
     )
     ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
@@ -306,7 +306,7 @@ def export(
     """Write the scores, train × query, with the sign that negative helps."""
     from jostle.run import load
 
-    load(out).influence(normalize=normalize, reduction=reduction).export(file)  # type: ignore[arg-type]
+    load(out).influence(normalize=normalize, reduction=reduction).export(file)
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
 
 

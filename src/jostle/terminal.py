@@ -16,8 +16,6 @@ from jostle.scores import Entry, Ranking
 HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
 """Blue and orange: a pair that a colour-blind reader can tell apart."""
 
-SHOWN_TEXT = 90
-
 
 def print_ranking(
     console: Console, ranking: Ranking, train: Sequence[Mapping[str, Any]], query: Sequence[Mapping[str, Any]]
@@ -26,18 +24,19 @@ def print_ranking(
     value = "correlation" if ranking.normalized else "influence"
     about = f"query {ranking.query}"
     if query:
-        about += f": {excerpt(query[ranking.query])}"
+        about += f": {excerpt(query[ranking.query], console.width - len(about) - 2)}"
     console.print(Text(about, style="bold"), soft_wrap=True)
     for title, entries in (("most helpful", ranking.helpful), ("most harmful", ranking.harmful)):
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         cells = [(str(entry.index), _value(entry, ranking)) for entry in entries]
+        room = console.width - 8  # what the table's own padding takes
         for column, heading in enumerate(("train", value)):
-            # The numbers keep their room, and the text gets what is left.
             widest = max([len(heading), *(len(row[column]) for row in cells)])
             table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
-        table.add_column("text", no_wrap=True, overflow="ellipsis")
+            room -= widest
+        table.add_column("text", no_wrap=True)
         for entry, (index, number) in zip(entries, cells, strict=True):
-            table.add_row(index, number, Text(excerpt(train[entry.index])) if train else Text(""))
+            table.add_row(index, number, Text(excerpt(train[entry.index], max(room, 8)) if train else ""))
         console.print(table)
     if ranking.normalized:
         console.print("posterior correlation: positive = the losses move together, training on it helps")
@@ -51,10 +50,10 @@ def _value(entry: Entry, ranking: Ranking) -> str:
     return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
 
 
-def excerpt(example: Mapping[str, Any]) -> str:
-    """Return the beginning of an example's text on one line."""
+def excerpt(example: Mapping[str, Any], width: int) -> str:
+    """Return the beginning of an example's text, on one line of this width."""
     text = " ".join(str(example.get("text", example.get("label", ""))).split())
-    return text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 1] + "…"
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def print_tokens(
