@@ -49,7 +49,7 @@ def algorithm_1(
             model.zero_grad()
             for k in batch:
                 (loss(model, tuple(part[k : k + 1] for part in train))[0] / len(batch)).backward()
-            noise = moving.unflatten(randomness.noise(seed, [c], t, moving, torch.device("cpu"))[0])
+            noise = moving.unflatten(next(randomness.noise(seed, [c], t, moving, torch.device("cpu")))[1][0])
             for name, w in model.named_parameters():
                 assert w.grad is not None
                 drift = n_beta * w.grad + localization * (w.data - center[name])

@@ -97,7 +97,7 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: R
             g = problem.sample_gradients(w).mean(0)
             V = smoothing * V + (1 - smoothing) * g**2
             G = 1 / (np.sqrt(V / (1 - smoothing ** (t + 1))) + stabilizer)
-            noise = jostle.randomness.noise(0, [chain], t, moving, torch.device("cpu"))[0].numpy()
+            noise = next(jostle.randomness.noise(0, [chain], t, moving, torch.device("cpu")))[1][0].numpy()
             drift = problem.n_beta * g + problem.localization * (w - problem.center)
             w = w - step_size / 2 * G * drift + np.sqrt(step_size * G) * noise
         covariance = problem.preconditioned_covariance(step_size, G)

@@ -23,8 +23,9 @@ from jostle import randomness
 from jostle.config import Config
 from jostle.data import Data
 from jostle.estimate import StreamingCovariance
-from jostle.functional import FunctionalModel, Observable, Observer
+from jostle.functional import FunctionalModel, Observable
 from jostle.losses import Loss, at_least_float32
+from jostle.observing import Observer
 from jostle.samplers import Statistics
 from jostle.traces import Columns, Traces
 
@@ -78,39 +79,63 @@ class Dynamics:
         self.model, self.config = model, config
         self._sampling_data, self._potential_loss = sampling_data, potential_loss
         self._observers, self._observables = observers, observables
-        self._potential = config.posterior.potential(model.moving.center)
-        config.sampler.check(self._potential, burn_in=config.burn_in)
+        self._center = model.moving.center
+        self._move: Callable[..., Statistics] = self._step
+        config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
+
+    def compile_step(self) -> None:
+        """Make the step one pass over memory; without it, each of its operations is one."""
+        self._move = torch.compile(self._step, dynamic=False)
 
     def start(self, chains: list[int]) -> Group:
         """Put chains at w*, at step 0."""
         weights = self.model.moving.center.repeat(len(chains), 1)
         return Group(chains, 0, weights, self.config.sampler.init(weights))
 
+    def gradient(self, group: Group) -> Float[Tensor, "chain weight"]:
+        """Return the gradient of each chain's mean loss on the minibatch of its next step."""
+        config, n = self.config, len(self._sampling_data)
+        if not config.posterior.n_beta:
+            return torch.zeros_like(group.weights)
+        batches = [
+            randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n) for chain in group.chains
+        ]
+        return self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
+
     def advance(self, group: Group) -> None:
         """Move a group by one step."""
-        config, n = self.config, len(self._sampling_data)
-        if config.posterior.n_beta:
-            batches = [
-                randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n)
-                for chain in group.chains
-            ]
-            gradient = self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
-        else:
-            gradient = torch.zeros_like(group.weights)
-        noise = randomness.noise(config.seed, group.chains, group.step, self.model.moving, group.weights.device)
-        group.weights, group.statistics = config.sampler.step(
-            group.weights,
-            gradient,
-            noise,
-            group.statistics,
-            self._potential,
-            burning_in=group.step < config.burn_in,
-        )
+        config, gradient = self.config, self.gradient(group)
+        burning_in = group.step < config.burn_in
+        before, after = group.statistics, {}
+        for part, noise in randomness.noise(
+            config.seed, group.chains, group.step, self.model.moving, self.model.device
+        ):
+            block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
+            after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+        # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
+        group.statistics = {name: before[name] if self._per_weight(before[name]) else after[name] for name in before}
         group.step += 1
+
+    def _per_weight(self, statistic: Tensor) -> bool:
+        return statistic.ndim == 2 and statistic.shape[1] == self.model.moving.total
+
+    def _step(
+        self, weights: Tensor, gradient: Tensor, noise: Tensor, statistics: Statistics, center: Tensor, burning_in: bool
+    ) -> Statistics:
+        """Move a block of weights, and what is known of each of them, in place: one pass over memory if compiled."""
+        potential = self.config.posterior.potential(center)
+        moved, after = self.config.sampler.step(
+            weights, gradient.to(weights.dtype), noise, statistics, potential, burning_in=burning_in
+        )
+        weights.copy_(moved)
+        for name, value in statistics.items():
+            if value.shape == weights.shape:
+                value.copy_(after[name])
+        return after
 
     def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
         """Return the losses of every observed set, and every observable, at the group's weights."""
-        seen = {name: observer(group.weights) for name, observer in self._observers.items()}
+        seen = {name: observer(self.model, group.weights) for name, observer in self._observers.items()}
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         return seen

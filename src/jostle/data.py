@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from jostle.errors import InputError
-from jostle.losses import IGNORED_LABEL, Batch
+from jostle.losses import IGNORED_LABEL, Batch, RightPadded
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -32,7 +32,11 @@ class Data:
 
     Takes what people have: a tensor or array, a tuple or mapping of them (one row a sample), or anything with
     ``len`` and integer indexing (a `torch.utils.data.Dataset`, a Hugging Face data set, a list). Samples that
-    fit in memory are read once, so a random augmentation is frozen: an observation has to be repeatable.
+    fit in memory are read once, so a random augmentation is frozen: an observation has to be repeatable. Token
+    sequences that fit are padded once, and a batch is cut to its own longest sequence.
+
+    Attributes:
+        lengths: how many tokens each sequence has, where the data set is of token sequences and on the device.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Data:
         self._device = device
         self._collate = collate or collate_samples
         self._whole: Batch = None
+        self.lengths: np.ndarray | None = None
         columns = _as_columns(source)
         self._columns = None
         if columns is not None:
@@ -60,18 +65,51 @@ class Data:
             if _size_in_bytes(_first_sample(source, name)) * self._length <= KEPT_IN_MEMORY:
                 self._samples = [source[index] for index in range(self._length)]
                 self._kept = True
+                if collate is None:
+                    self._lay_out_sequences()
+
+    def _lay_out_sequences(self) -> None:
+        """Pad token sequences once, for good, where they are plain and the padding is not most of it."""
+        try:
+            samples = _as_sequences(self._samples)
+            if samples is None:
+                return
+            lengths = np.array([len(sample["input_ids"]) for sample in samples])
+            if 8 * len(samples[0]) * len(lengths) * int(lengths.max()) > KEPT_IN_MEMORY:
+                return
+            columns = _pad_sequences(samples)
+        except (TypeError, RuntimeError, ValueError, KeyError):
+            return  # batches are collated one by one, and the one that fails is named
+        if any(value.shape[:2] != columns["input_ids"].shape for value in columns.values()):
+            return
+        self.lengths = lengths
+        self._columns = map_tensors(columns, lambda tensor: tensor.to(self._device))
 
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def on_device(self) -> bool:
+        """Whether `gather` works: every sample is a row of tensors on the device."""
+        return self._columns is not None
+
+    def longest(self, indices: Sequence[int] | np.ndarray) -> int | None:
+        """Return how many tokens the longest of these sequences has; None where they are no sequences."""
+        return None if self.lengths is None else int(self.lengths[np.asarray(indices)].max())
+
+    def gather(self, rows: Tensor | slice, longest: int | None) -> Batch:
+        """Return these rows as a batch, cut to so many tokens: work of the device alone, which a graph can record."""
+        if longest is None:
+            return map_tensors(self._columns, lambda tensor: tensor[rows])
+        return map_tensors(self._columns, lambda tensor: tensor[:, :longest][rows])
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Collate the samples at these indices."""
         if self._columns is not None:
+            longest = self.longest(indices)
             if isinstance(indices, range) and indices.step == 1:
-                rows = slice(indices.start, indices.stop)  # a view, not a copy
-                return map_tensors(self._columns, lambda tensor: tensor[rows])
-            index = torch.as_tensor(np.asarray(indices), device=self._device)
-            return map_tensors(self._columns, lambda tensor: tensor[index])
+                return self.gather(slice(indices.start, indices.stop), longest)  # a view, not a copy
+            return self.gather(torch.as_tensor(np.asarray(indices), device=self._device), longest)
         try:
             batch = self._collate([self._samples[int(index)] for index in indices])
         except (TypeError, RuntimeError, ValueError) as error:
@@ -92,7 +130,9 @@ class Data:
     def spread(self, count: int) -> list[int]:
         """Return indices of some samples: evenly spaced, and the smallest and the largest where these are known."""
         chosen = set(np.linspace(0, self._length - 1, min(count, self._length)).astype(int).tolist())
-        if self._columns is None and self._kept:
+        if self.lengths is not None:
+            chosen |= {int(np.argmin(self.lengths)), int(np.argmax(self.lengths))}
+        elif self._columns is None and self._kept:
             sizes = [_size_in_bytes(sample) for sample in self._samples]
             chosen |= {int(np.argmin(sizes)), int(np.argmax(sizes))}
         return sorted(chosen)
@@ -125,12 +165,18 @@ class _Rows:
 
 def collate_samples(samples: list[Any]) -> Batch:
     """Stack samples; token sequences of unequal lengths are padded on the right and their mask is added."""
+    sequences = _as_sequences(samples)
+    return default_collate(samples) if sequences is None else _pad_sequences(sequences)
+
+
+def _as_sequences(samples: Sequence[Any]) -> list[dict[str, Tensor]] | None:
+    """Samples as named vectors, or None where they are no token sequences."""
     first = samples[0]
     if isinstance(first, list) and first and isinstance(first[0], int):
         samples = [{"input_ids": tokens} for tokens in samples]
-    if isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
-        return _pad_sequences([{key: _one_row(value) for key, value in sample.items()} for sample in samples])
-    return default_collate(samples)
+    if not (isinstance(samples[0], Mapping) and "input_ids" in samples[0]):
+        return None
+    return [{key: _one_row(value) for key, value in sample.items()} for sample in samples]
 
 
 def _one_row(values: Any) -> Tensor:
@@ -155,7 +201,9 @@ def _pad_sequences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             batch[key] = padded
         else:
             batch[key] = torch.stack(rows)
-    return batch
+    # Padding of the user's own may stand anywhere; what was added here comes after every token.
+    added = all(bool(sample["attention_mask"].all()) for sample in samples)
+    return RightPadded(batch) if added else batch
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -163,7 +211,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, function) for key, value in tree.items()}
+        named = {key: map_tensors(value, function) for key, value in tree.items()}
+        return RightPadded(named) if isinstance(tree, RightPadded) else named
     if isinstance(tree, tuple | list):
         mapped = [map_tensors(value, function) for value in tree]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)

@@ -22,7 +22,7 @@ from jostle._version import __version__
 from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
 from jostle.errors import InputError
-from jostle.functional import Observer
+from jostle.observing import Observer
 from jostle.run import FORMAT, read_manifest
 from jostle.traces import Traces
 from jostle.weights import MovingWeights

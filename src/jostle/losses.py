@@ -32,6 +32,14 @@ IGNORED_LABEL = -100
 """The label of a token that is read but not scored, as everywhere in PyTorch and Hugging Face."""
 
 
+class RightPadded(dict[str, Tensor]):
+    """A batch of token sequences in which padding stands after every real token, and nowhere else.
+
+    A causal model never looks at what comes later, so it needs no mask to leave such padding out, and attention without
+    a mask takes the fast road.
+    """
+
+
 def classification(*, label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy of each sample, ℓ(z; w) = −log p(y | x, w), for batches ``(inputs, labels)``.
 
@@ -116,6 +124,8 @@ class _NextToken:
         base: Any = model
         network: Any = base.get_base_model() if hasattr(base, "get_base_model") else base  # what an adapter wraps
         accepted = inspect.signature(network.forward).parameters
+        if isinstance(batch, RightPadded) and _looks_only_back(network, tokens, accepted):
+            inputs.pop("attention_mask", None)
         if "attention_mask" in inputs and "position_ids" in accepted:
             # Count from the first real token, so that padding on the left does not shift learned positions.
             inputs.setdefault("position_ids", (inputs["attention_mask"].long().cumsum(1) - 1).clamp(min=0))
@@ -192,6 +202,28 @@ def _has_known_head(network: Any, inputs: Mapping[str, Tensor]) -> bool:
             )
         _KNOWN_HEADS[network] = known
     return _KNOWN_HEADS[network]
+
+
+_LOOKS_ONLY_BACK: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Of each model, whether what follows a token was found to change nothing for it."""
+
+
+def _looks_only_back(network: Any, tokens: Int[Tensor, "batch token"], accepted: Mapping[str, Any]) -> bool:
+    """Whether padding on the right needs no mask; tried once for each model, with and without something following."""
+    if network not in _LOOKS_ONLY_BACK:
+        more = {"use_cache": False} if "use_cache" in accepted else {}
+        alone = tokens[:1, : max(1, tokens.shape[1] // 2)]
+        try:
+            with torch.no_grad():
+                expected, found = (
+                    at_least_float32(output if isinstance(output, Tensor) else output.logits)
+                    for output in (network(input_ids=alone, **more), network(input_ids=tokens[:1], **more))
+                )
+            tolerance = 1000 * torch.finfo(next(network.parameters()).dtype).eps * expected.norm()
+            _LOOKS_ONLY_BACK[network] = bool((found[:, : alone.shape[1]] - expected).norm() <= tolerance)
+        except (TypeError, ValueError):  # a model that insists on its mask
+            _LOOKS_ONLY_BACK[network] = False
+    return _LOOKS_ONLY_BACK[network]
 
 
 def _logits(network: Any, hidden: Tensor) -> Float[Tensor, "... vocabulary"]:

@@ -2,13 +2,15 @@
 
 Minibatches depend on (seed, chain, step), noise on (seed, chain, step, parameter), and neither on anything else:
 not on how many chains run side by side, on which weights move beside this one, or on an interruption. The CPU uses
-NumPy's counter-based Philox generator; a CUDA device uses its own Philox generator, seeded from the same
-counters, so the two kinds of device draw different noise from one seed.
+NumPy's counter-based Philox generator. A CUDA device uses its own, seeded from (seed, chain, step), for all weights at
+once: the two kinds of device draw different noise from one seed, and on CUDA the noise of a weight depends on which
+others move.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -17,6 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.weights import MovingWeights
+
+BLOCK = 1 << 28
+"""How many weights of a chain are moved at once on a CUDA device; part of what a seed means there."""
 
 
 @cache
@@ -57,18 +62,26 @@ def minibatch(seed: int, chain: int, step: int, *, size: int, of: int) -> np.nda
 
 def noise(
     seed: int, chains: list[int], step: int, moving: MovingWeights, device: torch.device
-) -> Float[Tensor, "chain weight"]:
-    """Return standard normal numbers for one step of these chains."""
+) -> Iterator[tuple[slice, Float[Tensor, "chain weight"]]]:
+    """Give standard normal numbers for one step of these chains, as blocks of weights.
+
+    On a CUDA device the weights come in blocks, so that the noise of a large model is never in memory as a whole.
+    """
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
         counter = _Counter(seed)
         for row, chain in zip(values, chains, strict=True):
             for name, part in moving.slices.items():
                 counter.at(f"noise/{name}", chain, step).standard_normal(out=row[part], dtype=row.dtype)
-        return torch.from_numpy(values)
-    out = torch.empty(len(chains), moving.total, dtype=moving.dtype, device=device)
-    for row, chain in zip(out, chains, strict=True):
-        for name, part in moving.slices.items():
-            own = _stream.__wrapped__(f"{seed}/{chain}/{step}/noise/{name}")
-            row[part].normal_(generator=torch.Generator(device).manual_seed(own % 2**63))
-    return out
+        yield slice(0, moving.total), torch.from_numpy(values)
+        return
+    generators = [
+        torch.Generator(device).manual_seed(_stream.__wrapped__(f"{seed}/{chain}/{step}/noise") % 2**63)
+        for chain in chains
+    ]
+    for start in range(0, moving.total, BLOCK):
+        part = slice(start, min(start + BLOCK, moving.total))
+        block = torch.empty(len(chains), part.stop - start, dtype=moving.dtype, device=device)
+        for row, generator in zip(block, generators, strict=True):
+            row.normal_(generator=generator)
+        yield part, block

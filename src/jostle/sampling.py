@@ -8,6 +8,7 @@ import logging
 import shutil
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,21 +26,16 @@ from jostle.chains import (
     TraceRecorder,
     run_chains,
 )
+from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
 from jostle.config import Config, Keep, describe, require_whole
 from jostle.data import Collate, Data, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
-from jostle.functional import (
-    FunctionalModel,
-    Observable,
-    Observer,
-    check_gradient,
-    check_neighbours,
-    eval_mode,
-    side_by_side_failure,
-)
+from jostle.functional import FunctionalModel, Observable, SideBySide, eval_mode
+from jostle.in_place import InPlace
 from jostle.layout import create_run, new_manifest, open_run, place_for, write_manifest
 from jostle.losses import FACTORIES, Loss
 from jostle.losses import classification as classification_loss
+from jostle.observing import Observer
 from jostle.posterior import Posterior
 from jostle.run import Run
 from jostle.samplers import SGLD, Sampler
@@ -53,6 +49,9 @@ SIDE_BY_SIDE_WEIGHTS = 32_000_000
 
 SIDE_BY_SIDE_SCORES = 256_000_000
 """The same for the scores that ``keep="covariance"`` holds for every chain."""
+
+WORTH_COMPILING = 120.0
+"""A run that would take more seconds than this on a GPU is compiled: compiling takes some tens of them."""
 
 CHECKED_EXAMPLES = 16_384
 """Of the sampling data, at most this many examples are evaluated at w*, evenly spaced."""
@@ -78,8 +77,9 @@ def attribute(
     seed: int = 0,
     keep: Keep = "traces",
     collate: Collate | None = None,
-    observation_batch_size: int = 256,
+    observation_batch_size: int | None = None,
     chains_at_once: int | None = None,
+    compile: bool | None = None,
     checkpoint_seconds: float = 60.0,
     progress: bool = True,
     source: Mapping[str, Any] | None = None,
@@ -114,8 +114,11 @@ def attribute(
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
             memory that does not grow with draws; per-token losses are averaged over their sequence).
         collate: makes a batch of a list of samples.
-        observation_batch_size: examples in one forward pass of an observation; does not change the numbers.
+        observation_batch_size: examples in one forward pass of an observation; does not change the numbers. Default:
+            on a GPU, grown until it no longer pays.
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
+        compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
+            where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
         progress: show a progress bar, where stderr is a terminal or a notebook.
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
@@ -151,12 +154,13 @@ def attribute(
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
     if keep == "covariance" and query is None:
         raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
-    require_whole("observation_batch_size", observation_batch_size, at_least=1)
+    if observation_batch_size is not None:
+        require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
         require_whole("chains_at_once", chains_at_once, at_least=1)
     directory = place_for(out)
-    with eval_mode(model):
-        moving = MovingWeights(model, config.posterior.weights)
+    moving = MovingWeights(model, config.posterior.weights)
+    with eval_mode(model), InPlace(model, moving) as in_place:
         device = next(model.parameters()).device
         sets = {"train": Data(train, "train", collate=collate, device=device)}
         if query is not None:
@@ -165,7 +169,7 @@ def attribute(
             drawn_from = sets["train"]
         else:
             drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
-        functional = FunctionalModel(model, moving)
+        functional: FunctionalModel = in_place
         _check_examples(examples or {}, sets)
         driving_loss = potential_loss or loss
         for data in sets.values():
@@ -192,9 +196,10 @@ def attribute(
             )
             if reason is not None and chains_at_once is not None:
                 raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
-            functional.side_by_side = reason is None
+            if reason is None:
+                functional = SideBySide(model, moving)
             log.info("chains run %s", f"{most_at_once} side by side" if not reason else f"one after another ({reason})")
-        at_once = most_at_once if functional.side_by_side else 1
+        at_once = 1 if functional is in_place else most_at_once
         dynamics = Dynamics(
             functional,
             config,
@@ -203,6 +208,8 @@ def attribute(
             observers=observers,
             observables=observables,
         )
+        if functional is in_place:
+            _hasten(in_place, dynamics, config, compile)
         fingerprints = {
             "config": config.fingerprint(),
             "weights": fingerprint_tensors(dict(model.state_dict())),
@@ -253,6 +260,47 @@ def attribute(
     run = Run(directory)
     _tell(run)
     return run
+
+
+def _hasten(model: InPlace, dynamics: Dynamics, config: Config, compile: bool | None) -> None:
+    """Compile the model where that pays, and record its passes; both only where they change nothing but rounding."""
+    group = dynamics.start([0])
+
+    def probe() -> tuple[list[torch.Tensor], float]:
+        dynamics.observe(group)  # the first time, kernels are loaded or compiled
+        dynamics.gradient(group)
+        started = time.perf_counter()
+        values = [*dynamics.observe(group).values(), dynamics.gradient(group).float()]
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return values, time.perf_counter() - started
+
+    if compile is None:
+        compile = False
+        if model.device.type == "cuda":
+            seconds = probe()[1] * config.chains * config.draws
+            compile = seconds > WORTH_COMPILING
+            log.info("about %.0f s as it is: %s", seconds, "compiling" if compile else "not worth compiling")
+    if compile:
+        plain, before = probe()
+        reason = None
+        try:
+            model.compile("inductor")
+            dynamics.compile_step()
+            started = time.perf_counter()
+            compiled, after = probe()
+            log.info(
+                "compiled in %.0f s: a step and a draw take %.3g s, and took %.3g s",
+                time.perf_counter() - started, after, before,
+            )  # fmt: skip
+            if any((a - b).norm() > 10 * model.tolerance * a.norm() for a, b in zip(plain, compiled, strict=True)):
+                reason = "compiled, the model gives other numbers"
+        except Exception as error:  # any model may hit any limit of the compiler; it runs without
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
+        if reason is not None:
+            model.compile(None)
+            log.warning("running without torch.compile (%s)", reason)
+    model.replay()
 
 
 def _tell(run: Run) -> None:

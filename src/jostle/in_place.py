@@ -1,0 +1,191 @@
+"""One chain at a time in the model's own parameters: the way of large models, and of whatever `vmap` cannot take.
+
+A chain's weights are written over the model's moving parameters, so there is no second copy of them, and everything
+that is usually done to a model can be done to this one: its blocks compiled, its passes recorded as CUDA graphs. w* is
+put back at the end, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from jostle.data import Data
+from jostle.functional import FunctionalModel, ObservedBatch, minibatch, sample_means
+from jostle.losses import Loss, at_least_float32
+from jostle.weights import MovingWeights
+
+log = logging.getLogger("jostle")
+
+LENGTH_STEP = 16
+"""Minibatches of sequences are padded to a multiple of this on a GPU, so that few shapes are recorded."""
+
+
+class InPlace(FunctionalModel):
+    """The model, lent for sampling: a context manager that gives it back as it was.
+
+    Args:
+        model: the model, at w*.
+        moving: which of its weights move.
+    """
+
+    def __init__(self, model: nn.Module, moving: MovingWeights) -> None:
+        super().__init__(model, moving)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = [parameters[name] for name in moving.names]
+        self._placed: list[Tensor] = []
+        self._compiled: list[nn.Module] = []
+        self._graphs: dict[Hashable, _Graph] | None = None
+
+    def __enter__(self) -> Self:
+        self._required_gradient = [(value, value.requires_grad) for value in self.model.parameters()]
+        # Gradients of weights that do not move would be computed and thrown away.
+        moving = {id(parameter) for parameter in self._parameters}
+        for parameter, _ in self._required_gradient:
+            if parameter.is_floating_point():
+                parameter.requires_grad_(id(parameter) in moving)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._place(self.moving.center)
+        self._placed = []
+        for parameter, required in self._required_gradient:
+            parameter.requires_grad_(required)
+        self.compile(None)
+        self._graphs = None
+
+    def compile(self, backend: str | None) -> None:
+        """Compile the model's repeated blocks, or all of it where it has none; None undoes it.
+
+        Blocks that are alike share one compilation, which keeps it short however deep the model is.
+        """
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        self._compiled = [] if backend is None else _blocks(self.model)
+        for module in self._compiled:
+            module.compile(backend=backend)
+
+    def replay(self) -> None:
+        """From now on, record each pass as a CUDA graph and replay it: a launch takes longer than a small kernel."""
+        if self.device.type == "cuda":
+            self._graphs = {}
+
+    def _place(self, flat: Float[Tensor, " weight"]) -> None:
+        """Write one chain's weights over the parameters."""
+        if not self._placed or self._placed[0].data_ptr() != flat.data_ptr():
+            parts = zip(flat.split(self.moving.sizes), self.moving.shapes, strict=True)
+            self._placed = [part.view(shape) for part, shape in parts]
+        with torch.no_grad():
+            torch.ops.aten._foreach_copy_(self._parameters, self._placed)
+
+    @torch.no_grad()
+    def evaluate(
+        self, function: Callable[..., Tensor], weights: Float[Tensor, "chain weight"], *inputs: Any
+    ) -> Float[Tensor, "chain ..."]:
+        """Return ``function(model, *inputs)`` at each chain's weights."""
+        values = []
+        for flat in weights:
+            self._place(flat)
+            values.append(function(self.model, *inputs))
+        return torch.stack(values)
+
+    @torch.no_grad()
+    def losses(
+        self, loss: Loss, weights: Float[Tensor, "chain weight"], batches: Iterable[ObservedBatch]
+    ) -> Float[Tensor, "chain column"]:
+        """Return the recorded losses of all these batches, one after another, at each chain's weights."""
+
+        def passes() -> Tensor:
+            parts = [observed.recorded(loss(self.model, observed.batch)) for observed in batches]
+            return at_least_float32(torch.cat(parts))
+
+        values = []
+        for flat in weights:
+            self._place(flat)
+            # Batches that are made anew for every draw have no place of their own to be read from again.
+            values.append(self._recorded(("losses", id(batches)), passes) if isinstance(batches, list) else passes())
+        return torch.stack(values)
+
+    @torch.no_grad()
+    def mean_loss_gradient(
+        self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
+    ) -> Float[Tensor, "chain weight"]:
+        """Return the gradient of each chain's minibatch loss, in the precision that the model computes in."""
+
+        def gradient(batch: Any) -> Tensor:
+            with torch.enable_grad(), self.plain_kernels():
+                value = sample_means(loss(self.model, batch), loss, batch).mean()
+                parts = torch.autograd.grad(value, self._parameters, allow_unused=True, materialize_grads=True)
+            return torch.cat([part.reshape(-1) for part in parts])
+
+        gradients = []
+        for flat, chosen in zip(weights, indices, strict=True):
+            self._place(flat)
+            if self._graphs is None or not data.on_device:
+                gradients.append(gradient(minibatch(data, chosen)))
+                continue
+            longest = data.longest(chosen)
+            if longest is not None:
+                longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, data.longest(range(len(data))) or longest)
+            rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
+            key = ("gradient", id(data), len(chosen), longest)
+            gradients.append(
+                self._recorded(key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows)
+            )
+        return gradients[0][None] if len(gradients) == 1 else torch.stack([part.clone() for part in gradients])
+
+    def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call a function of tensors, from its graph once there is one; good until it is called again."""
+        if self._graphs is None:
+            return function(*inputs)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = _Graph(function, *inputs)
+            except Exception as error:  # a model may do anything that a graph cannot hold
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
+                self._graphs = None
+                torch.cuda.synchronize()
+                return function(*inputs)
+        return self._graphs[key](*inputs)
+
+
+class _Graph:
+    """A function of tensors, recorded once; its inputs and its output keep their places in memory."""
+
+    _pool: Any = None
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self._inputs = [value.clone() for value in inputs]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):  # libraries and compilers do their first-time work outside of the recording
+                function(*self._inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        # All recordings share their working memory: no two are replayed at the same time.
+        if _Graph._pool is None:
+            _Graph._pool = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=_Graph._pool):
+            self._output = function(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for place, value in zip(self._inputs, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
+        self._graph.replay()
+        return self._output
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks (a transformer's layers), or the model where it has none."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
+            return list(module)
+    return [model]
