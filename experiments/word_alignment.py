@@ -773,7 +773,10 @@ def main() -> None:
     say(f"{parameters:,} parameters, {training}")
 
     calibration = calibrate(
-        model, drawn_from.tokens[:256].to(device), arguments.work / "calibration.json", arguments.quick
+        model,
+        drawn_from.tokens[: 16 if arguments.quick else 256].to(device),
+        arguments.work / "calibration.json",
+        arguments.quick,
     )
     record: dict[str, Any] = {
         "workload": "Multi30k English–French, Llama architecture, word-level vocabulary, both orders",
