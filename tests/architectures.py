@@ -38,9 +38,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny(name: str) -> torch.nn.Module:
+def tiny(name: str, attention: str = "eager") -> torch.nn.Module:
     """Return a random model of an architecture, in eval mode."""
     configuration, settings = CONFIGURATIONS[name]
     torch.manual_seed(0)
     config = getattr(transformers, configuration)(**settings)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -12,7 +12,7 @@ import jostle
 SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
-    "_version", "errors", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "traces", "estimate",
+    "_version", "errors", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "traces", "estimate",
     "functional", "checks", "observing", "in_place", "config", "chains", "attributors", "run", "layout", "sampling", "texts", "presets", "tasks", "requests", "terminal",
     "demo", "cli", "__main__",
 ]  # fmt: skip

@@ -126,7 +126,7 @@ def side_by_side_failure(
     observables: list[Observable],
 ) -> str | None:
     """Try two chains side by side; return why they cannot run so, or None where they give the same numbers."""
-    parallel = SideBySide(model.model, model.moving)
+    parallel = SideBySide(model.model, model.moving, bfloat16=model.bfloat16)
     # Unequal weights and unequal minibatches, so that chains that see each other's are noticed.
     generator = torch.Generator().manual_seed(0)
     jitter = torch.randn(2, model.moving.total, generator=generator, dtype=model.moving.dtype).to(model.device)

@@ -16,6 +16,7 @@ from jostle.posterior import Posterior
 from jostle.samplers import Sampler
 
 Keep = Literal["traces", "covariance"]
+Precision = Literal["model", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Config:
     batch_size: int
     keep: Keep
     seed: int
+    precision: Precision = "model"
 
     def __post_init__(self) -> None:
         for name in ("chains", "draws", "thin", "batch_size"):
@@ -54,6 +56,8 @@ class Config:
             raise InputError("draws", got="one draw in all", expected="at least two, for a covariance")
         if self.keep not in ("traces", "covariance"):
             raise InputError("keep", got=repr(self.keep), expected="'traces' or 'covariance'")
+        if self.precision not in ("model", "bfloat16"):
+            raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
 
     @property
     def steps(self) -> range:

@@ -36,10 +36,17 @@ class ObservedBatch(NamedTuple):
 
 
 class FunctionalModel:
-    """Losses, gradients and observables of a model at given weights, one chain after another."""
+    """Losses, gradients and observables of a model at given weights, one chain after another.
 
-    def __init__(self, model: nn.Module, moving: MovingWeights) -> None:
+    Args:
+        model: the model, in eval mode.
+        moving: which of its weights move.
+        bfloat16: compute matrix products in bfloat16 (autocast); weights, losses and sums keep their precision.
+    """
+
+    def __init__(self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False) -> None:
         self.model, self.moving = model, moving
+        self.bfloat16 = bfloat16
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
         self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -47,13 +54,18 @@ class FunctionalModel:
     @property
     def tolerance(self) -> float:
         """How far two evaluations of the same thing may differ, relatively, by rounding."""
-        eps = (torch.finfo(value.dtype).eps for value in self.model.parameters() if value.is_floating_point())
-        return min(0.03, 1000 * max(eps))
+        eps = [torch.finfo(value.dtype).eps for value in self.model.parameters() if value.is_floating_point()]
+        return min(0.03, 1000 * max(*eps, torch.finfo(torch.bfloat16).eps if self.bfloat16 else 0.0))
 
     def call(self, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Any) -> Tensor:
         """Return ``function(model, *inputs)`` at one chain's weights, differentiable with respect to them."""
         weights = {f"model.{name}": value for name, value in self.moving.unflatten(flat).items()}
-        return functional_call(_Call(self.model, function), weights, inputs)
+        with self.precision():
+            return functional_call(_Call(self.model, function), weights, inputs)
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute as was asked for."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else contextlib.nullcontext()
 
     def sample_losses(self, loss: Loss, flat: Float[Tensor, " weight"], batch: Batch) -> Float[Tensor, " sample"]:
         """Return one differentiable loss a sample at one chain's weights; a sequence's is the mean of its tokens'."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -33,15 +33,20 @@ class InPlace(FunctionalModel):
     Args:
         model: the model, at w*.
         moving: which of its weights move.
+        bfloat16: compute matrix products in bfloat16 (autocast).
+
+    Attributes:
+        replayed: how many passes came from a CUDA graph.
     """
 
-    def __init__(self, model: nn.Module, moving: MovingWeights) -> None:
-        super().__init__(model, moving)
+    def __init__(self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False) -> None:
+        super().__init__(model, moving, bfloat16=bfloat16)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [parameters[name] for name in moving.names]
         self._placed: list[Tensor] = []
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
+        self.replayed = 0
 
     def __enter__(self) -> Self:
         self._required_gradient = [(value, value.requires_grad) for value in self.model.parameters()]
@@ -50,11 +55,18 @@ class InPlace(FunctionalModel):
         for parameter, _ in self._required_gradient:
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in moving)
+        # Images run through a GPU's matrix units with their channels innermost; one such filter makes all follow.
+        filters = [m.weight for m in self.model.modules() if isinstance(m, nn.Conv2d) and m.weight.is_cuda]
+        self._laid_out = [(parameter, parameter.data) for parameter in filters]
+        for parameter, values in self._laid_out:
+            parameter.data = values.contiguous(memory_format=torch.channels_last)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._place(self.moving.center)
         self._placed = []
+        for parameter, values in self._laid_out:
+            parameter.data = values
         for parameter, required in self._required_gradient:
             parameter.requires_grad_(required)
         self.compile(None)
@@ -73,8 +85,7 @@ class InPlace(FunctionalModel):
 
     def replay(self) -> None:
         """From now on, record each pass as a CUDA graph and replay it: a launch takes longer than a small kernel."""
-        if self.device.type == "cuda":
-            self._graphs = {}
+        self._graphs = {}
 
     def _place(self, flat: Float[Tensor, " weight"]) -> None:
         """Write one chain's weights over the parameters."""
@@ -92,7 +103,8 @@ class InPlace(FunctionalModel):
         values = []
         for flat in weights:
             self._place(flat)
-            values.append(function(self.model, *inputs))
+            with self.precision():
+                values.append(function(self.model, *inputs))
         return torch.stack(values)
 
     @torch.no_grad()
@@ -102,7 +114,8 @@ class InPlace(FunctionalModel):
         """Return the recorded losses of all these batches, one after another, at each chain's weights."""
 
         def passes() -> Tensor:
-            parts = [observed.recorded(loss(self.model, observed.batch)) for observed in batches]
+            with self.precision():
+                parts = [observed.recorded(loss(self.model, observed.batch)) for observed in batches]
             return at_least_float32(torch.cat(parts))
 
         values = []
@@ -119,7 +132,7 @@ class InPlace(FunctionalModel):
         """Return the gradient of each chain's minibatch loss, in the precision that the model computes in."""
 
         def gradient(batch: Any) -> Tensor:
-            with torch.enable_grad(), self.plain_kernels():
+            with torch.enable_grad(), self.plain_kernels(), self.precision():
                 value = sample_means(loss(self.model, batch), loss, batch).mean()
                 parts = torch.autograd.grad(value, self._parameters, allow_unused=True, materialize_grads=True)
             return torch.cat([part.reshape(-1) for part in parts])
@@ -151,30 +164,42 @@ class InPlace(FunctionalModel):
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
                 self._graphs = None
-                torch.cuda.synchronize()
                 return function(*inputs)
+        self.replayed += 1
         return self._graphs[key](*inputs)
 
 
 class _Graph:
     """A function of tensors, recorded once; its inputs and its output keep their places in memory."""
 
-    _pool: Any = None
+    _pool: ClassVar[Any] = None
+    """All recordings share their working memory: no two are replayed at the same time."""
 
     def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         self._inputs = [value.clone() for value in inputs]
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(2):  # libraries and compilers do their first-time work outside of the recording
+            function(*self._inputs)  # libraries and compilers do their first-time work outside of the recording
+            # A recording that fails leaves CUDA in a bad state: what would make it fail is looked for beforehand.
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
                 function(*self._inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(aside)
-        # All recordings share their working memory: no two are replayed at the same time.
         if _Graph._pool is None:
             _Graph._pool = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=_Graph._pool):
-            self._output = function(*self._inputs)
+        try:
+            with torch.cuda.graph(self._graph, pool=_Graph._pool):
+                self._output = function(*self._inputs)
+        except Exception:
+            _Graph._pool = None
+            for generator in torch.cuda.default_generators:  # they believe that the recording goes on
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         for place, value in zip(self._inputs, inputs, strict=True):

@@ -145,11 +145,18 @@ class _NextToken:
         self, network: Any, hidden: Float[Tensor, "position width"], targets: Int[Tensor, " position"]
     ) -> Float[Tensor, " position"]:
         """Unembed and score a few positions at a time: the logits of a batch are never in memory together."""
+        head = network.get_output_embeddings()
+        if hidden.is_cuda:
+            from jostle.kernels import can_score, linear_cross_entropy
+
+            if can_score(hidden, head):
+                scale, cap = _scale_and_cap(network.config)
+                return linear_cross_entropy(hidden, head.weight, head.bias, targets, scale=scale, cap=cap)
 
         def score(states: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(_logits(network, states), labels, reduction="none")
 
-        vocabulary = network.get_output_embeddings().weight.shape[0]
+        vocabulary = head.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         if len(hidden) <= chunk:
             return score(hidden, targets)
@@ -157,7 +164,8 @@ class _NextToken:
         if not torch.is_grad_enabled():
             return torch.cat([score(states, labels) for states, labels in parts])
         # With a gradient, a chunk's logits are computed again on the way back instead of being kept.
-        return torch.cat([checkpoint(score, states, labels, use_reentrant=False) for states, labels in parts])
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.cat([checkpoint(score, states, labels, **options) for states, labels in parts])
 
     def token_mask(self, batch: Mapping[str, Tensor]) -> Bool[Tensor, "batch token"]:
         tokens = batch["input_ids"]
@@ -227,16 +235,17 @@ def _looks_only_back(network: Any, tokens: Int[Tensor, "batch token"], accepted:
 
 
 def _logits(network: Any, hidden: Tensor) -> Float[Tensor, "... vocabulary"]:
-    """Unembed hidden states as Hugging Face models do: scaled (Cohere, Granite) and soft-capped (Gemma)."""
-    config = network.config
-    logits = at_least_float32(network.get_output_embeddings()(hidden))
-    if getattr(config, "logit_scale", None):
-        logits = logits * config.logit_scale
-    if getattr(config, "logits_scaling", None):
-        logits = logits / config.logits_scaling
-    if getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits
+    """Unembed hidden states as Hugging Face models do."""
+    scale, cap = _scale_and_cap(network.config)
+    logits = scale * at_least_float32(network.get_output_embeddings()(hidden))
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """What becomes of a Hugging Face model's logits: scaled (Cohere, Granite), and soft-capped (Gemma)."""
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    return scale, getattr(config, "final_logit_softcapping", None) or None
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -1,0 +1,174 @@
+"""One draw of the paper's scaling analysis: 448 sequences of 150 tokens observed, and one step of batch 32."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import jostle
+
+TRAIN, QUERY, TOKENS, BATCH = 400, 48, 150, 32
+STEP_SIZE, N_BETA, LOCALIZATION = 5e-6, 30.0, 300.0
+WEIGHTS = "attention+mlp"
+WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", "devinterp 2.0.1"]
+
+
+class Shape(NamedTuple):
+    """A Pythia model's size. Its weights cannot be had here, and cost does not depend on them: they are random."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 50304
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a draw: a forward pass of every sequence, forward and backward of a batch."""
+        block = 12 * self.width**2 + self.width * TOKENS  # the second: scores and values, half of them masked
+        token = 2 * (self.layers * block + self.vocabulary * self.width)
+        return token * TOKENS * (TRAIN + QUERY + 3 * BATCH)
+
+
+SHAPES = {
+    "14m": Shape(6, 128, 4),
+    "70m": Shape(6, 512, 8),
+    "160m": Shape(12, 768, 12),
+    "410m": Shape(24, 1024, 16),
+    "1b": Shape(16, 2048, 8),
+    "1.4b": Shape(24, 2048, 16),
+    "2.8b": Shape(32, 2560, 32),
+    "6.9b": Shape(32, 4096, 32, 50432),
+    "12b": Shape(36, 5120, 40, 50688),
+}
+
+
+def pythia(shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A GPT-NeoX model of this shape with random weights."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    options: dict[str, Any] = {"rotary_pct": 0.25}  # which newer versions of transformers keep under another name
+    config = GPTNeoXConfig(
+        hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width, vocab_size=shape.vocabulary, max_position_embeddings=2048,
+        use_parallel_residual=True, tie_word_embeddings=False, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = GPTNeoXForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    return torch.randint(50_000, (count, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def seconds_a_draw(run: Callable[[int], float], fewer: int, more: int) -> float:
+    """The difference of two runs: whatever is done once drops out."""
+    return (run(more) - run(fewer)) / (more - fewer)
+
+
+def with_jostle(model: Any, draws: int, compile: bool | None) -> float:
+    train, query = ([{"input_ids": row} for row in tokens(count, seed)] for count, seed in ((TRAIN, 0), (QUERY, 1)))
+    with tempfile.TemporaryDirectory() as directory:
+        run = jostle.attribute(
+            model, train, query, loss=jostle.losses.next_token(),
+            posterior=jostle.Posterior(n_beta=N_BETA, localization=LOCALIZATION, weights=WEIGHTS),
+            sampler=jostle.SGLD(step_size=STEP_SIZE), chains=1, draws=draws, thin=1, batch_size=BATCH,
+            compile=compile, checkpoint_seconds=1e9, progress=False, out=f"{directory}/run",
+        )  # fmt: skip
+        print(f"    {draws} draws: {run.manifest['seconds']}", flush=True)
+        return run.manifest["seconds"]["sampling"]
+
+
+def by_the_book(model: Any, draws: int) -> float:
+    """Algorithm 1 as one would write it down: eager, every parameter in turn, logits in float32."""
+    from jostle.weights import MovingWeights
+
+    device = next(model.parameters()).device
+    train, query = tokens(TRAIN, 0).to(device), tokens(QUERY, 1).to(device)
+    named = dict(model.named_parameters())
+    moving = [named[name] for name in MovingWeights(model, WEIGHTS).names]
+    center = [parameter.detach().clone() for parameter in moving]
+    chain = [parameter.detach().float() for parameter in moving]
+
+    def losses(batch: Tensor) -> Tensor:
+        logits = model(batch, use_cache=False).logits.float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+
+    generator = np.random.default_rng(0)
+    trace = []
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(draws):
+        batch = train[torch.from_numpy(generator.choice(TRAIN, BATCH, replace=False)).to(device)]
+        gradients = torch.autograd.grad(losses(batch).mean(), moving)
+        with torch.no_grad():
+            for parameter, state, origin, gradient in zip(moving, chain, center, gradients, strict=True):
+                state -= STEP_SIZE / 2 * (N_BETA * gradient.float() + LOCALIZATION * (state - origin.float()))
+                state += math.sqrt(STEP_SIZE) * torch.randn_like(state)
+                parameter.copy_(state)
+            parts = [losses(part) for part in (*train.split(BATCH), *query.split(BATCH))]
+        trace.append(torch.cat(parts).cpu())
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    with torch.no_grad():
+        for parameter, origin in zip(moving, center, strict=True):
+            parameter.copy_(origin)
+    return seconds
+
+
+def with_devinterp(model: Any, draws: int) -> float:
+    from jostle.weights import MovingWeights
+
+    sample = importlib.import_module("devinterp.slt.sampling").sample
+
+    rows = [{"input_ids": row} for row in (*tokens(TRAIN, 0), *tokens(QUERY, 1))]
+    arguments: Any = {
+        "model": model, "dataset": rows, "observables": {"all": (rows, (TRAIN + QUERY) // BATCH)},
+        "param_masks": dict.fromkeys(MovingWeights(model, WEIGHTS).names), "lr": STEP_SIZE, "n_beta": N_BETA,
+        "localization": LOCALIZATION, "num_chains": 1, "num_draws": draws, "batch_size": BATCH, "device": "cuda",
+        "num_init_loss_batches": 1,
+    }  # fmt: skip
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        sample(**arguments, output_path=f"{directory}/trace.zarr")
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bench(name: str, peak: float, variants: list[str], fewer: int, more: int) -> dict[str, Any]:
+    """Time a draw in each way, on one model; ``peak`` is the measured rate of a large matrix product."""
+    shape = SHAPES[name]
+    model = pythia(shape)
+    ways: dict[str, Callable[[int], float]] = {
+        "jostle compiled": lambda draws: with_jostle(model, draws, True),
+        "jostle": lambda draws: with_jostle(model, draws, False),
+        "algorithm 1, eager": lambda draws: by_the_book(model, draws),
+        "devinterp 2.0.1": lambda draws: with_devinterp(model, draws),
+    }
+    floor = shape.flops / peak
+    table: dict[str, Any] = {"floor": {"seconds": floor}}
+    for variant in variants:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds = seconds_a_draw(functools.partial(ways[variant]), fewer, more)
+        except Exception as error:  # a rival that cannot run is a result
+            table[variant] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            print(f"  {name:5} {variant:20} {table[variant]['failed']}", flush=True)
+            continue
+        memory = torch.cuda.max_memory_allocated() / 1e9
+        table[variant] = {"seconds": seconds, "share_of_peak": floor / seconds, "peak_memory_gb": memory}
+        print(f"  {name:5} {variant:20} {seconds:8.4f} s  {floor / seconds:6.1%}  {memory:6.1f} GB", flush=True)
+    return table

@@ -1,0 +1,135 @@
+"""The paper's CIFAR-10 workload: 4 chains × 100 draws, 10 steps of batch 1,024 apart, 6,750 images observed."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import jostle
+
+TRAIN, QUERY, SAMPLED, BATCH = 4_750, 2_000, 47_500, 1_024
+CHAINS, DRAWS, THIN = 4, 100, 10
+STEP_SIZE, N_BETA, LOCALIZATION = 1e-5, 200.0, 1e4
+WAYS = ["jostle bfloat16", "jostle", "algorithm 1, eager"]
+
+
+class ResNet9(nn.Module):
+    """The paper's network of 1,972,792 weights, after Keller Jordan's fast CIFAR-10 training; random weights here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def group(inputs: int, outputs: int) -> list[nn.Module]:
+            return [
+                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(outputs),
+                nn.GELU(), nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.GELU(),
+            ]  # fmt: skip
+
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 24, 2), nn.GELU(), *group(24, 64), *group(64, 256), *group(256, 256), nn.MaxPool2d(3),
+            nn.Flatten(), nn.Linear(256, 10, bias=False),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images) / 9
+
+
+def images(count: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(count, 3, 32, 32, generator=generator).to(device),
+        torch.randint(10, (count,), generator=generator).to(device),
+    )
+
+
+def flops() -> float:
+    """Floating-point operations of the whole run: 236 million a forward pass of one image, and twice that back."""
+    macs = 961 * 24 * 64 * 9 + 225 * (64 * 64 + 64 * 256) * 9 + 49 * 2 * 256 * 256 * 9 + 9 * 256 * 256 * 9
+    return 2 * macs * CHAINS * DRAWS * (3 * THIN * BATCH + TRAIN + QUERY)
+
+
+def with_jostle(model: nn.Module, draws: int, precision: Any, compile: bool | None) -> float:
+    train, query, sampled = (images(count, seed, "cuda") for seed, count in enumerate((TRAIN, QUERY, SAMPLED)))
+    with tempfile.TemporaryDirectory() as directory:
+        run = jostle.attribute(
+            model, train, query, sampling_data=sampled,
+            posterior=jostle.Posterior(n_beta=N_BETA, localization=LOCALIZATION),
+            sampler=jostle.SGLD(step_size=STEP_SIZE), chains=CHAINS, draws=draws, thin=THIN, batch_size=BATCH,
+            precision=precision, compile=compile, checkpoint_seconds=1e9, progress=False, out=f"{directory}/run",
+        )  # fmt: skip
+        print(f"    {draws} draws: {run.manifest['seconds']}", flush=True)
+        return run.manifest["seconds"]["sampling"]
+
+
+def by_the_book(model: nn.Module, draws: int) -> float:
+    """Algorithm 1 as one would write it down."""
+    (train, _), (query, _), (sampled, labels) = (
+        images(count, seed, "cuda") for seed, count in enumerate((TRAIN, QUERY, SAMPLED))
+    )
+    (_, train_labels), (_, query_labels) = (images(count, seed, "cuda") for seed, count in enumerate((TRAIN, QUERY)))
+    parameters = list(model.parameters())
+    center = [parameter.detach().clone() for parameter in parameters]
+    generator = np.random.default_rng(0)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(CHAINS):
+        trace = []
+        for _ in range(draws):
+            for _ in range(THIN):
+                chosen = torch.from_numpy(generator.choice(SAMPLED, BATCH, replace=False)).cuda()
+                loss = F.cross_entropy(model(sampled[chosen]), labels[chosen])
+                gradients = torch.autograd.grad(loss, parameters)
+                with torch.no_grad():
+                    for parameter, origin, gradient in zip(parameters, center, gradients, strict=True):
+                        parameter -= STEP_SIZE / 2 * (N_BETA * gradient + LOCALIZATION * (parameter - origin))
+                        parameter += math.sqrt(STEP_SIZE) * torch.randn_like(parameter)
+            with torch.no_grad():
+                parts = [
+                    F.cross_entropy(model(x), y, reduction="none")
+                    for pixels, labelled in ((train, train_labels), (query, query_labels))
+                    for x, y in zip(pixels.split(256), labelled.split(256), strict=True)
+                ]
+            trace.append(torch.cat(parts).cpu())
+        with torch.no_grad():
+            for parameter, origin in zip(parameters, center, strict=True):
+                parameter.copy_(origin)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bench(peak: float, variants: list[str]) -> dict[str, Any]:
+    """Time the whole run in each way."""
+    torch.manual_seed(0)
+    model = ResNet9().cuda().eval()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    ways: dict[str, Callable[[int], float]] = {
+        "jostle bfloat16": lambda draws: with_jostle(model, draws, "bfloat16", None),
+        "jostle bfloat16 compiled": lambda draws: with_jostle(model, draws, "bfloat16", True),
+        "jostle": lambda draws: with_jostle(model, draws, "model", None),
+        "jostle compiled": lambda draws: with_jostle(model, draws, "model", True),
+        "algorithm 1, eager": lambda draws: by_the_book(model, draws),
+    }
+    floor = flops() / peak
+    table: dict[str, Any] = {"weights": count, "floor": {"seconds": floor}}
+    print(f"  resnet9 {count:,} weights, floor {floor:.2f} s", flush=True)
+    for variant in variants:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds = ways[variant](DRAWS)
+        except Exception as error:  # what cannot run is a result
+            table[variant] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(f"  resnet9 {variant:25} {table[variant]['failed']}", flush=True)
+            continue
+        memory = torch.cuda.max_memory_allocated() / 1e9
+        table[variant] = {"seconds": seconds, "share_of_peak": floor / seconds, "peak_memory_gb": memory}
+        print(f"  resnet9 {variant:25} {seconds:8.2f} s  {floor / seconds:6.1%}  {memory:6.1f} GB", flush=True)
+    return table

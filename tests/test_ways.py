@@ -1,0 +1,102 @@
+"""The ways of running a chain (plain, in place, compiled, from CUDA graphs) give the same numbers."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import jostle
+from architectures import CONFIGURATIONS, tiny
+from jostle.data import Data
+from jostle.functional import FunctionalModel
+from jostle.in_place import InPlace
+from jostle.observing import Observer
+from jostle.weights import MovingWeights
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool) -> None:
+    """Compare losses and gradients in place with the plain function's, at several weights and minibatches."""
+    torch._dynamo.reset()
+    model = tiny(name, "sdpa").to(device)
+    loss = jostle.losses.next_token()
+    generator = np.random.default_rng(0)
+    lengths = (5, 9, 12, 12, 12, 12, 8, 12)
+    sequences = [{"input_ids": generator.integers(1, 90, size=length).tolist()} for length in lengths]
+    data = Data(sequences, "train", device=torch.device(device))
+    moving = MovingWeights(model, "attention+mlp")
+    plain = FunctionalModel(model, moving)
+    observer = Observer(plain, loss, data, 8)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    required = [parameter.requires_grad for parameter in model.parameters()]
+    with InPlace(model, moving) as fast:
+        if backend:
+            fast.compile(backend)
+        if replay:
+            fast.replay()
+        noise = torch.Generator(device).manual_seed(0)
+        weights = moving.center[None].clone()
+        for _ in range(3):
+            # Plain first: it works on the model's own parameters wherever they do not move.
+            weights += 0.01 * torch.randn(weights.shape, device=device, generator=noise)
+            chosen = [generator.choice(np.arange(2, 6), 3, replace=False)]
+            for one, two in (
+                (observer(fast, weights), observer(plain, weights)),
+                (
+                    fast.mean_loss_gradient(loss, weights, data, chosen),
+                    plain.mean_loss_gradient(loss, weights, data, chosen),
+                ),
+            ):
+                assert (one - two).norm() <= 2e-5 * two.norm()
+        assert not replay or fast.replayed > 0
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert required == [parameter.requires_grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_in_place(name: str) -> None:
+    assert_the_same(name, device="cpu", backend=None, replay=False)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_compiled(name: str) -> None:
+    assert_the_same(name, device="cpu", backend="aot_eager", replay=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for torch.compile")
+def test_compiled_to_machine_code() -> None:
+    assert_the_same("llama", device="cpu", backend="inductor", replay=False)
+
+
+@CUDA
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_recorded_as_a_cuda_graph(name: str, backend: str | None) -> None:
+    assert_the_same(name, device="cuda", backend=backend, replay=True)
+
+
+@CUDA
+@pytest.mark.parametrize(("rows", "width", "words", "biased", "scale", "cap"), [
+    (1000, 128, 5000, False, 1.0, None), (77, 64, 333, True, 0.5, None), (300, 1024, 50304, False, 1.0, None),
+    (129, 200, 999, True, 1.0, 5.0),
+])  # fmt: skip
+def test_linear_cross_entropy(rows: int, width: int, words: int, biased: bool, scale: float, cap: float | None) -> None:
+    """The kernel against float64, from the same half-precision inputs."""
+    from jostle.kernels import linear_cross_entropy
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    shapes = ((rows, width), (words, width), (words,))
+    hidden, weight, bias = (torch.randn(*shape, device="cuda", generator=generator).bfloat16() for shape in shapes)
+    weight *= 3 / width**0.5
+    targets = torch.randint(words, (rows,), device="cuda", generator=generator)
+    logits = scale * (hidden.double() @ weight.double().T + (bias.double() if biased else 0))
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    found = linear_cross_entropy(hidden, weight, bias if biased else None, targets, scale=scale, cap=cap)
+    np.testing.assert_allclose(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-4)
