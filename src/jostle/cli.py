@@ -93,7 +93,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # what has no name is a bug, and a plain traceback is what a report needs
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_examples(
-        ("jostle demo", "a first look: digits, in under a minute"),
+        ("jostle demo", "a first look: a small language model, in about a minute"),
         ("jostle run runs/a --model ./model --train train.jsonl --query query.jsonl", "a language model"),
         ("jostle top runs/a --query 3", "what shaped query 3"),
         ("jostle run --help", "every command explains itself"),
@@ -123,25 +123,41 @@ def _jostle(
 
 @app.command(
     epilog=_examples(
-        ("jostle demo", "then open jostle-demo/influence.png"),
-        ("jostle demo --out digits --seed 1", "another split, another classifier"),
+        ("jostle demo", "then open jostle-demo/words.png"),
+        ("jostle demo --out words --seed 1", "the same model, other draws"),
+        ("jostle demo images", "then open jostle-demo-images/influence.png"),
     )
 )
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the picture and the run go.")] = Path(
-        "jostle-demo"
-    ),
+    what: Annotated[
+        Literal["language", "images"], typer.Argument(metavar="language|images", help="Which model.")
+    ] = "language",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Where picture and run go. Default: jostle-demo[-images]."),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="The only source of randomness.")] = 0,
 ) -> None:
-    """Train a small digit classifier, and see which images shaped it.
+    """See which words a small language model learns from one another.
 
-    For a few test images it prints the training images that helped and harmed
-    most, and draws them in [bold]DIR/influence.png[/]. The run stays in [bold]DIR/run[/]:
-    the same command, given again, only reads it.
+    The model is shipped with Jostle; it read English and French sentences with
+    their translations. For a few words the demo prints the training words whose
+    losses move with theirs, and draws them in [bold]DIR/words.png[/]. What belongs
+    together is known, so it also says how much of that is found.
+
+    [bold]images[/] trains a digit classifier instead, and draws the training images that
+    helped and harmed most in [bold]DIR/influence.png[/].
+
+    The run stays in [bold]DIR/run[/]: the same command, given again, only reads it.
     """
-    from jostle.demo import images
+    if what == "images":
+        from jostle.demo import images
 
-    _finish(images.demonstrate(out, seed=seed))
+        _finish(images.demonstrate(out or Path("jostle-demo-images"), seed=seed))
+    else:
+        from jostle.demo import language
+
+        _finish(language.demonstrate(out or Path("jostle-demo"), seed=seed))
 
 
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]

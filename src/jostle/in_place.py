@@ -83,6 +83,11 @@ class InPlace(FunctionalModel):
         for module in self._compiled:
             module.compile(backend=backend)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
     def replay(self) -> None:
         """From now on, record each pass as a CUDA graph and replay it: a launch takes longer than a small kernel."""
         self._graphs = {}
@@ -163,6 +168,7 @@ class InPlace(FunctionalModel):
             except Exception as error:  # a model may do anything that a graph cannot hold
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
+                log.debug("because of", exc_info=True)
                 self._graphs = None
                 return function(*inputs)
         self.replayed += 1

@@ -22,6 +22,7 @@ from jostle._version import __version__
 from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
 from jostle.errors import InputError
+from jostle.execution import Execution
 from jostle.observing import Observer
 from jostle.run import FORMAT, read_manifest
 from jostle.traces import Traces
@@ -181,6 +182,14 @@ def _clear(directory: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
+
+
+def execution_of(directory: Path) -> Execution | None:
+    """How the unfinished run in a directory is carried out, so that it goes on in the same way."""
+    if not (directory / "manifest.json").is_file():
+        return None
+    chosen = read_manifest(directory).get("execution")
+    return None if chosen is None else Execution(**chosen)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

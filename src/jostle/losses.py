@@ -8,9 +8,10 @@ says where in its sequence each entry stands, where that is not its column (padd
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -124,7 +125,8 @@ class _NextToken:
         base: Any = model
         network: Any = base.get_base_model() if hasattr(base, "get_base_model") else base  # what an adapter wraps
         accepted = inspect.signature(network.forward).parameters
-        if isinstance(batch, RightPadded) and _looks_only_back(network, tokens, accepted):
+        needs_mask = not (isinstance(batch, RightPadded) and _looks_only_back(network, tokens, accepted))
+        if not needs_mask:
             inputs.pop("attention_mask", None)
         if "attention_mask" in inputs and "position_ids" in accepted:
             # Count from the first real token, so that padding on the left does not shift learned positions.
@@ -132,7 +134,8 @@ class _NextToken:
         if "use_cache" in accepted:
             inputs.setdefault("use_cache", False)
         if _has_known_head(network, inputs):
-            hidden = network.base_model(**inputs)[0]
+            with contextlib.nullcontext() if needs_mask else _without_masks(network, tokens):
+                hidden = network.base_model(**inputs)[0]
             predicted = self._cross_entropy(network, hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         else:
             output = network(**inputs)
@@ -232,6 +235,45 @@ def _looks_only_back(network: Any, tokens: Int[Tensor, "batch token"], accepted:
         except (TypeError, ValueError):  # a model that insists on its mask
             _LOOKS_ONLY_BACK[network] = False
     return _LOOKS_ONLY_BACK[network]
+
+
+_CAUSAL_ATTENTION = "jostle_causal"
+_NEEDS_NO_MASK: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Of each model, whether causal attention without a mask was found to give the same."""
+
+
+def _without_masks(network: Any, tokens: Int[Tensor, "batch token"]) -> contextlib.AbstractContextManager[None]:
+    """Have a Hugging Face model attend causally without making masks, where that is the same; tried once a model.
+
+    Making a mask asks the GPU what the positions are, which neither a queue of work nor a CUDA graph can wait for; and
+    attention with a mask has no fast kernel.
+    """
+    config = network.config
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa" or (window and window < tokens.shape[1]):
+        return contextlib.nullcontext()
+    if network not in _NEEDS_NO_MASK:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(_CAUSAL_ATTENTION, sdpa_attention_forward)
+        with torch.no_grad():
+            expected = network.base_model(input_ids=tokens[:1])[0]
+            with _attention(config):
+                found = network.base_model(input_ids=tokens[:1])[0]
+        tolerance = 1000 * torch.finfo(expected.dtype).eps * expected.norm()
+        _NEEDS_NO_MASK[network] = bool((found - expected).norm() <= tolerance)
+    return _attention(config) if _NEEDS_NO_MASK[network] else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _attention(config: Any) -> Iterator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = _CAUSAL_ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def _logits(network: Any, hidden: Tensor) -> Float[Tensor, "... vocabulary"]:

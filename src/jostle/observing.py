@@ -27,8 +27,8 @@ KEPT_BATCHES = 1 << 30
 CPU_BATCH_SIZE = 256
 """Examples in one forward pass on a CPU, which has nothing to gain from larger ones."""
 
-SMALLEST_TRIED, WORTHWHILE_GAIN = 16, 1.05
-"""Where the search for a batch size on a GPU starts, and how much faster a doubled batch has to be."""
+BATCH_GROWTH, WORTHWHILE_GAIN = 4, 1.05
+"""By what factor a batch is grown on a GPU, and how much faster it has to become."""
 
 
 class Observer:
@@ -120,7 +120,7 @@ def choose_batch_size(model: FunctionalModel, loss: Loss, data: Data, order: np.
     if model.device.type != "cuda":
         return CPU_BATCH_SIZE
     center = model.moving.center[None]
-    best, best_rate, size = 1, 0.0, min(SMALLEST_TRIED, len(order))
+    best, best_rate, size = 1, 0.0, min(BATCH_GROWTH, len(order))
     while True:
         try:
             batch = data.batch(order[-size:])
@@ -140,7 +140,7 @@ def choose_batch_size(model: FunctionalModel, loss: Loss, data: Data, order: np.
         best, best_rate = size, rate
         if size == len(order):
             break
-        size = min(2 * size, len(order))
+        size = min(BATCH_GROWTH * size, len(order))
     # Batches of equal size: a small rest costs as much as a whole one.
     count = -(-len(order) // best)
     log.info("%s is observed in %d batches of %d", data.name, count, -(-len(order) // count))

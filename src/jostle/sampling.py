@@ -30,9 +30,10 @@ from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
 from jostle.config import Config, Keep, Precision, describe, require_whole
 from jostle.data import Collate, Data, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
+from jostle.execution import Execution, choose, prepare
 from jostle.functional import FunctionalModel, Observable, SideBySide, eval_mode
 from jostle.in_place import InPlace
-from jostle.layout import create_run, new_manifest, open_run, place_for, write_manifest
+from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, write_manifest
 from jostle.losses import FACTORIES, Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
@@ -49,9 +50,6 @@ SIDE_BY_SIDE_WEIGHTS = 32_000_000
 
 SIDE_BY_SIDE_SCORES = 256_000_000
 """The same for the scores that ``keep="covariance"`` holds for every chain."""
-
-WORTH_COMPILING = 120.0
-"""A run that would take more seconds than this on a GPU is compiled: compiling takes some tens of them."""
 
 CHECKED_EXAMPLES = 16_384
 """Of the sampling data, at most this many examples are evaluated at w*, evenly spaced."""
@@ -180,27 +178,40 @@ def attribute(
             drawn_from = sets["train"]
         else:
             drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
-        functional: FunctionalModel = in_place
         _check_examples(examples or {}, sets)
         driving_loss = potential_loss or loss
         for data in sets.values():
-            check_neighbours(functional, loss, data)
+            check_neighbours(in_place, loss, data)
         if potential_loss is not None or sampling_data is not None:
-            check_neighbours(functional, driving_loss, drawn_from)
+            check_neighbours(in_place, driving_loss, drawn_from)
         center = moving.center[None]
-        at_center = {f"observable {name}": functional.evaluate(phi, center)[0] for name, phi in observables.items()}
+        at_center = {f"observable {name}": in_place.evaluate(phi, center)[0] for name, phi in observables.items()}
         sizes = {name: _observable_size(name, at_center[f"observable {name}"]) for name in observables}
-        observers = {name: Observer(functional, loss, data, observation_batch_size) for name, data in sets.items()}
+        execution = execution_of(directory)
+        batch_sizes = execution.batch_sizes if execution else dict.fromkeys(sets, observation_batch_size)
+        observers = {name: Observer(in_place, loss, data, batch_sizes[name]) for name, data in sets.items()}
         at_center |= {f"loss on {name}": observer.center_losses for name, observer in observers.items()}
         if potential_loss is not None or sampling_data is not None:
-            driving = Observer(functional, driving_loss, drawn_from, observation_batch_size, most=CHECKED_EXAMPLES)
+            driving = Observer(in_place, driving_loss, drawn_from, observers["train"].batch_size, most=CHECKED_EXAMPLES)
             at_center["potential loss"] = driving.center_losses
         if config.posterior.n_beta:
-            check_gradient(functional, driving_loss, drawn_from)
-        most_at_once = _most_at_once(config, moving, observers, chains_at_once)
-        if most_at_once > 1:
-            reason = side_by_side_failure(
+            check_gradient(in_place, driving_loss, drawn_from)
+
+        def dynamics_of(functional: FunctionalModel) -> Dynamics:
+            return Dynamics(
                 functional,
+                config,
+                sampling_data=drawn_from,
+                potential_loss=driving_loss,
+                observers=observers,
+                observables=observables,
+            )
+
+        alone, together = dynamics_of(in_place), None
+        at_once = _most_at_once(config, moving, observers, chains_at_once)
+        if at_once > 1:
+            reason = side_by_side_failure(
+                in_place,
                 observed=[(loss, data) for data in sets.values()],
                 driven=(driving_loss, drawn_from),
                 observables=list(observables.values()),
@@ -208,19 +219,9 @@ def attribute(
             if reason is not None and chains_at_once is not None:
                 raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
             if reason is None:
-                functional = SideBySide(model, moving, bfloat16=in_place.bfloat16)
-            log.info("chains run %s", f"{most_at_once} side by side" if not reason else f"one after another ({reason})")
-        at_once = 1 if functional is in_place else most_at_once
-        dynamics = Dynamics(
-            functional,
-            config,
-            sampling_data=drawn_from,
-            potential_loss=driving_loss,
-            observers=observers,
-            observables=observables,
-        )
-        if functional is in_place:
-            _hasten(in_place, dynamics, config, compile)
+                together = dynamics_of(SideBySide(model, moving, bfloat16=in_place.bfloat16))
+            else:
+                log.info("chains run one after another (%s)", reason)
         fingerprints |= {name: data.fingerprint() for name, data in sets.items()}
         fingerprints["sampling_data"] = drawn_from.fingerprint()
         log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
@@ -228,13 +229,25 @@ def attribute(
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
         with _interruptible() as interrupted:
             settings = config.to_dict() | ({"source": dict(source)} if source else {})
-            manifest = open_run(directory, fingerprints, config.to_dict(), at_center, functional.tolerance)
+            manifest = open_run(directory, fingerprints, config.to_dict(), at_center, in_place.tolerance)
             if manifest is None:
                 manifest = new_manifest(fingerprints, moving)
                 # The potential holds nβ/n of each example's loss, where what drives the chain is what is recorded.
                 manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
                 create_run(directory, config, settings, manifest, observers, sizes, at_center, examples or {})
             if manifest["status"] != "complete":
+                if execution is None:
+                    asked = chains_at_once is not None and together is not None
+                    execution = (
+                        Execution(chains_at_once=at_once)
+                        if asked
+                        else choose(config, alone, together, at_once=at_once, compile=compile)
+                    )
+                    execution.batch_sizes = {name: observer.batch_size for name, observer in observers.items()}
+                    manifest["execution"] = execution.to_dict()
+                    write_manifest(directory, manifest)
+                dynamics = alone if together is None or execution.chains_at_once == 1 else together
+                prepare(execution, dynamics, config)
                 recorder: Recorder
                 if keep == "traces":
                     recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
@@ -248,7 +261,7 @@ def attribute(
                             recorder,
                             Checkpoints(directory / "state"),
                             chains=list(range(chains)),
-                            at_once=at_once,
+                            at_once=execution.chains_at_once,
                             checkpoint_seconds=checkpoint_seconds,
                             report=report,
                             interrupted=interrupted,
@@ -269,49 +282,6 @@ def attribute(
     run = Run(directory)
     _tell(run)
     return run
-
-
-def _hasten(model: InPlace, dynamics: Dynamics, config: Config, compile: bool | None) -> None:
-    """Compile the model where that pays, and record its passes; both only where they change nothing but rounding."""
-    group = dynamics.start([0])
-
-    def probe() -> tuple[list[torch.Tensor], float]:
-        dynamics.observe(group)  # the first time, kernels are loaded or compiled
-        dynamics.gradient(group)
-        started = time.perf_counter()
-        values = [*dynamics.observe(group).values(), dynamics.gradient(group).float()]
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        return values, time.perf_counter() - started
-
-    if compile is None:
-        compile = False
-        if model.device.type == "cuda":
-            seconds = probe()[1] * config.chains * config.draws
-            compile = seconds > WORTH_COMPILING
-            log.info("about %.0f s as it is: %s", seconds, "compiling" if compile else "not worth compiling")
-    if compile:
-        plain, before = probe()
-        reason = None
-        try:
-            model.compile("inductor")
-            dynamics.compile_step()
-            started = time.perf_counter()
-            compiled, after = probe()
-            log.info(
-                "compiled in %.0f s: a step and a draw take %.3g s, and took %.3g s",
-                time.perf_counter() - started, after, before,
-            )  # fmt: skip
-            if any((a - b).norm() > 10 * model.tolerance * a.norm() for a, b in zip(plain, compiled, strict=True)):
-                reason = "compiled, the model gives other numbers"
-        except Exception as error:  # any model may hit any limit of the compiler; it runs without
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
-        if reason is not None:
-            model.compile(None)
-            log.warning("running without torch.compile (%s)", reason)
-    if model.device.type == "cuda":
-        model.replay()
-        probe()
 
 
 def _tell(run: Run) -> None:
