@@ -37,9 +37,10 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=["14m", "410m", "2.8b", "resnet9"])
     parser.add_argument("--ways", nargs="+")
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="    %(message)s", force=True)
-    logging.getLogger("jostle").setLevel(logging.INFO)
+    logging.getLogger("jostle").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
 
     peak = matmul_peak()

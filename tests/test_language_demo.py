@@ -148,11 +148,11 @@ def test_training_is_deterministic_and_learns():
     tokenizer = bilingual_model.make_tokenizer()
     lines: list[str] = []
     one, other = (
-        bilingual_model.train(TEXTS[:64], tokenizer, seed=0, epochs=3, say=lines.append).state_dict() for _ in range(2)
+        bilingual_model.train(TEXTS[:320], tokenizer, seed=0, epochs=5, say=lines.append).state_dict() for _ in range(2)
     )
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     losses = [float(re.search(r"loss ([\d.]+)", line).group(1)) for line in lines]
-    assert losses[2] < losses[0] - 0.3
+    assert losses[4] < losses[0] - 0.5
 
 
 def ideal() -> np.ndarray:
@@ -203,7 +203,8 @@ def test_controls_are_at_chance():
     ])  # fmt: skip
     _, same_category = recovery.relations()
     base_rate = (same_category.sum(0) - 1).mean() / n
-    for control in (recovery.shuffled(ideal()), recovery.identity_alone()):
+    untied = ideal() + 1e-6 * np.random.default_rng(0).random((n + 1, n + 1))
+    for control in (recovery.shuffled(untied), recovery.identity_alone()):
         assert control.mean_reciprocal_rank == pytest.approx(chance, rel=0.1)
         assert control.same_category == pytest.approx(base_rate, rel=0.1)
     assert recovery.own_word(np.eye(len(WORDS))) == 1.0

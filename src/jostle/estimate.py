@@ -25,6 +25,9 @@ Centering = Literal["pooled", "within"]
 BUFFER_BYTES = 256 << 20
 """What an estimate may allocate beyond its output."""
 
+WORTH_A_GPU = 1 << 20
+"""How many scores make it worth moving the traces to a GPU."""
+
 AUTOCORRELATION_TIMES = 5
 """The length of a batch of draws, in autocorrelation times."""
 
@@ -77,6 +80,7 @@ def covariance(
     batch_length: int | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     out: np.ndarray | None = None,
+    device: torch.device | str | None = None,
 ) -> Estimate:
     """Covariance of every left column with every right one, over all chains and draws.
 
@@ -95,8 +99,9 @@ def covariance(
         normalize: return correlations.
         standard_error: also return the Monte Carlo standard error of every entry.
         batch_length: draws in a batch; measured from the traces where not given.
-        buffer_bytes: what may be allocated beyond the output.
+        buffer_bytes: what may be allocated beyond the output; of a GPU's memory, a quarter of what is free.
         out: an array (or memory map) of shape (n, q) to write into.
+        device: where to compute; a GPU where there is one and the matrix is large enough to be worth the way there.
 
     Raises:
         InputError: fewer than two draws, or traces of different chains and draws.
@@ -116,6 +121,11 @@ def covariance(
             fix="raise draws",
         )
     n, q = left.shape[2], right.shape[2]
+    if device is None:
+        device = "cuda" if n * q >= WORTH_A_GPU and torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":
+        buffer_bytes = max(buffer_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     tile = _tile_widths(left, right, len(kept) * draws, errors=standard_error, buffer_bytes=buffer_bytes)
     batches = None
     if standard_error:
@@ -127,16 +137,17 @@ def covariance(
         batches = _Batches(len(kept), draws, batch_length, centering)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
+    values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
     shares = np.empty(n)
     for b, columns_b in column_blocks(right, kept, tile[1]):
-        B, _ = _centered(columns_b, centering)
+        B, _ = _centered(columns_b.to(device), centering)
         for a, columns_a in column_blocks(left, kept, tile[0]):
-            A, share = _centered(columns_a, centering)
+            A, share = _centered(columns_a.to(device), centering)
             shares[a] = share
             tile_values = _moment(A, B, len(kept) * draws - groups, normalize)
-            values[a, b] = tile_values
-            if batches is not None and errors is not None:
-                errors[a, b] = batches.standard_error(A, B, tile_values, normalize)
+            values_out[a, b] = tile_values
+            if batches is not None and errors_out is not None:
+                errors_out[a, b] = batches.standard_error(A, B, tile_values, normalize)
     freedom = batches.count - 1 if batches else None
     return Estimate(values, errors, freedom, float(shares.mean()))
 
@@ -171,7 +182,7 @@ def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) 
     mean = chain_means.mean(0, keepdim=True)
     total = (wide - mean).square().sum((0, 1))
     between = values.shape[1] * (chain_means - mean).square().sum((0, 1))
-    share = (between / total.clamp(min=torch.finfo(torch.float64).tiny)).numpy()
+    share = (between / total.clamp(min=torch.finfo(torch.float64).tiny)).cpu().numpy()
     centered = wide - (mean if centering == "pooled" else chain_means)
     # What is left of a loss that never moved is the rounding of its mean, which would correlate perfectly with others'.
     rounding = 4 * torch.finfo(values.dtype).eps * mean.abs()

@@ -8,8 +8,8 @@ put back at the end, whatever happens in between.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -91,6 +91,8 @@ class InPlace(FunctionalModel):
     def replay(self) -> None:
         """From now on, record each pass as a CUDA graph and replay it: a launch takes longer than a small kernel."""
         self._graphs = {}
+        # All recordings of a model share their working memory: no two are replayed at the same time.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def _place(self, flat: Float[Tensor, " weight"]) -> None:
         """Write one chain's weights over the parameters."""
@@ -164,7 +166,7 @@ class InPlace(FunctionalModel):
             return function(*inputs)
         if key not in self._graphs:
             try:
-                self._graphs[key] = _Graph(function, *inputs)
+                self._graphs[key] = _Graph(function, inputs, self._pool)
             except Exception as error:  # a model may do anything that a graph cannot hold
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
@@ -178,10 +180,7 @@ class InPlace(FunctionalModel):
 class _Graph:
     """A function of tensors, recorded once; its inputs and its output keep their places in memory."""
 
-    _pool: ClassVar[Any] = None
-    """All recordings share their working memory: no two are replayed at the same time."""
-
-    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], pool: Any) -> None:
         self._inputs = [value.clone() for value in inputs]
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -195,14 +194,11 @@ class _Graph:
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(aside)
-        if _Graph._pool is None:
-            _Graph._pool = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self._graph, pool=_Graph._pool):
+            with torch.cuda.graph(self._graph, pool=pool):
                 self._output = function(*self._inputs)
         except Exception:
-            _Graph._pool = None
             for generator in torch.cuda.default_generators:  # they believe that the recording goes on
                 generator.graphsafe_set_state(generator.clone_state())
             raise
