@@ -8,7 +8,7 @@ Halves: 64 Wikipedia articles, first halves as training set and second halves as
 the first halves. Mean reciprocal rank of the right half (± its standard error over queries), of the BIF at several
 localizations (all of them shown), against BM25, token overlap and gradient similarity on the same weights.
 
-Files may be compressed by xz. A setting of the BIF takes about 130 s on one H200; the record grows with each.
+Files may be compressed by xz. The record grows with each setting, and a later call goes on with those it lacks.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def main() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(arguments.model, dtype=torch.float32).to(device)
+    done = json.loads(arguments.record.read_text()).get("halves", {}) if arguments.record.is_file() else {}
     record: dict[str, Any] = {
         "model": arguments.model.name, "weights": WEIGHTS, "sampler": "SGLD, step 0.2/localization",
         "draws": "4 chains × 100, thin 10, burn-in 50, batch 16", "quick": arguments.quick,
@@ -180,9 +181,14 @@ def main() -> None:
         table[name] = summary(scores)
     for name, row in table.items():
         print(f"{name:60} {row['mean_reciprocal_rank']:.3f} ± {row['standard_error']:.3f}", flush=True)
-    settings = [(30.0, 3e5), (30.0, 3e4), (30.0, 1e4), (30.0, 3e3), (0.0, 1e4)]
+    settings = [(30.0, 3e5), (30.0, 3e4), (30.0, 3e3), (0.0, 3e3), (30.0, 1e4), (0.0, 1e4)]
     for n_beta, localization in settings[: 2 if arguments.quick else None]:
         for seed in range(1 if arguments.quick else 2):
+            key = f"n_beta {n_beta:g}, localization {localization:g}, seed {seed}"
+            names = {kind: f"BIF {kind}, {key}" for kind in ("correlation", "covariance")}
+            if not arguments.quick and all(name in done for name in names.values()):
+                table |= {name: done[name] for name in names.values()}
+                continue
             run, seconds = sample(
                 model, train, query, n_beta=n_beta, localization=localization, seed=seed, quick=arguments.quick
             )
@@ -191,10 +197,8 @@ def main() -> None:
                 "seconds": round(seconds, 1), "mean_loss": about["mean_loss"],
                 "mean_loss_at_center": about["mean_loss_at_center"], "effective_draws": about["effective_draws"],
             }  # fmt: skip
-            for normalize in (True, False):
-                kind = "correlation" if normalize else "covariance"
-                name = f"BIF {kind}, n_beta {n_beta:g}, localization {localization:g}, seed {seed}"
-                table[name] = summary(-run.influence(normalize=normalize).values) | shared
+            for kind, name in names.items():
+                table[name] = summary(-run.influence(normalize=kind == "correlation").values) | shared
                 row = table[name]
                 print(
                     f"{name:60} {row['mean_reciprocal_rank']:.3f} ± {row['standard_error']:.3f}   loss "

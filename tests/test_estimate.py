@@ -211,7 +211,7 @@ MEMORY_SCRIPT = """
     right = generator.normal(size=(4, 50, 4_000)).astype(np.float32)
     out = np.empty((12_000, 4_000), np.float32)
     out[:] = 0
-    estimate.covariance(left[:, :, :64], right[:, :, :64], standard_error=True)
+    estimate.covariance(left[:, :, :512], right[:, :, :512], standard_error=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     estimate.covariance(left, right, out=out, buffer_bytes={buffer})
     tokens = SequenceLosses(left, Columns(60, np.arange(61) * 200, np.arange(12_000)), "mean")
