@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,3 +228,17 @@ def test_blocked_estimate_needs_a_bounded_buffer() -> None:
     grown = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     kilobytes = 1024 if sys.platform == "darwin" else 1
     assert grown / kilobytes < (buffer >> 10) + 8_000  # beyond the 192 MB of its output
+
+
+@pytest.mark.parametrize("centering", ["pooled", "within"])
+def test_standardized_traces_answer_as_the_estimate_does(centering: Any) -> None:
+    generator = np.random.default_rng(3)
+    left = (5 + 0.01 * generator.normal(size=(4, 60, 300))).astype(np.float32)
+    left[:, :, 7] = 2.0
+    right = (left[:, :, :5] + 0.01 * generator.normal(size=(4, 60, 5))).astype(np.float32)
+    chains = np.array([0, 2, 3])
+    expected = estimate.covariance(left, right, chains=chains, centering=centering, normalize=True).values
+    table = estimate.Standardized(left, chains, centering=centering)
+    np.testing.assert_allclose(table.correlation(right), expected, atol=2e-6)
+    np.testing.assert_allclose(table.correlation(right[:, :, 2]), expected[:, 2], atol=2e-6)
+    assert (table.correlation(right)[7] == 0).all()

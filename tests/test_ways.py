@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from jostle.data import Data
 from jostle.functional import FunctionalModel
 from jostle.in_place import InPlace
 from jostle.observing import Observer
+from jostle.prefix import repeated_blocks
 from jostle.weights import MovingWeights
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -22,7 +24,9 @@ ATTENTION = {"gemma2": "eager"}
 """Where PyTorch's own attention cannot do what the model needs."""
 
 
-def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool) -> None:
+def assert_the_same(
+    name: str, *, device: str, backend: str | None, replay: bool, weights: str = "attention+mlp"
+) -> None:
     """Compare losses and gradients in place with the plain function's, at several weights and minibatches."""
     torch._dynamo.reset()
     model = tiny(name, ATTENTION.get(name, "sdpa")).to(device)
@@ -31,7 +35,7 @@ def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool
     lengths = (5, 9, 12, 12, 12, 12, 8, 12)
     sequences = [{"input_ids": generator.integers(1, 90, size=length).tolist()} for length in lengths]
     data = Data(sequences, "train", device=torch.device(device))
-    moving = MovingWeights(model, "attention+mlp")
+    moving = MovingWeights(model, weights)
     plain = FunctionalModel(model, moving)
     observer = Observer(plain, loss, data, 8)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -42,16 +46,16 @@ def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool
         if replay:
             fast.replay()
         noise = torch.Generator(device).manual_seed(0)
-        weights = moving.center[None].clone()
+        chain = moving.center[None].clone()
         for _ in range(3):
             # Plain first: it works on the model's own parameters wherever they do not move.
-            weights += 0.01 * torch.randn(weights.shape, device=device, generator=noise)
+            chain += 0.01 * torch.randn(chain.shape, device=device, generator=noise)
             chosen = [generator.choice(np.arange(2, 6), 3, replace=False)]
             for one, two in (
-                (observer(fast, weights), observer(plain, weights)),
+                (observer(fast, chain), observer(plain, chain)),
                 (
-                    fast.mean_loss_gradient(loss, weights, data, chosen),
-                    plain.mean_loss_gradient(loss, weights, data, chosen),
+                    fast.mean_loss_gradient(loss, chain, data, chosen),
+                    plain.mean_loss_gradient(loss, chain, data, chosen),
                 ),
             ):
                 assert (one - two).norm() <= 2e-5 * two.norm()
@@ -64,6 +68,40 @@ def assert_the_same(name: str, *, device: str, backend: str | None, replay: bool
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_in_place(name: str) -> None:
     assert_the_same(name, device="cpu", backend=None, replay=False)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_blocks_that_do_not_move_are_computed_once(name: str) -> None:
+    """Late layers alone move: the same numbers, and the first layer runs once for each observed batch."""
+    assert_the_same(name, device="cpu", backend=None, replay=False, weights="layers.2.attention")
+    model = tiny(name)
+    moving = MovingWeights(model, "layers.1-2.mlp")
+    data = Data([list(range(1, 9)), list(range(20, 30))], "train")
+    loss = jostle.losses.next_token()
+    observer = Observer(FunctionalModel(model, moving), loss, data, 1)
+    with InPlace(model, moving) as fast:
+        first, last = repeated_blocks(model)[0], repeated_blocks(model)[-1]
+        calls = {first: 0, last: 0}
+        for block in calls:
+            forward = block.forward
+
+            def counted(*inputs: Any, block: Any = block, forward: Any = forward, **named: Any) -> Any:
+                calls[block] += 1
+                return forward(*inputs, **named)
+
+            block.forward = counted
+        wrapped = first.forward
+        for _ in range(3):
+            observer(fast, moving.center[None])
+        assert first.forward is wrapped
+    # One look at what comes first, then each of two batches once; the moving layers in all three observations.
+    assert calls[first] == 3
+    assert calls[last] == 1 + 3 * 2
+
+
+@pytest.mark.parametrize("weights", ["embedding", "all", "layers.0.attention", "head"])
+def test_nothing_is_kept_where_something_moves_before(weights: str) -> None:
+    assert_the_same("llama", device="cpu", backend=None, replay=False, weights=weights)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -152,6 +152,34 @@ def covariance(
     return Estimate(values, errors, freedom, float(shares.mean()))
 
 
+class Standardized:
+    """A trace in memory, every column centred and scaled to length 1: any correlation with it is a dot product.
+
+    For asking again and again, as a viewer does: one row against everything costs one pass over memory. Columns that
+    never moved are 0, and so is every correlation with them.
+    """
+
+    def __init__(self, trace: Trace, chains: np.ndarray | None = None, *, centering: Centering = "pooled") -> None:
+        self._centering: Centering = centering
+        self._kept = np.arange(trace.shape[0]) if chains is None else np.asarray(chains)
+        draws = len(self._kept) * trace.shape[1]
+        # Columns by draws, so that a block of columns is one piece of memory.
+        self._values = torch.empty(trace.shape[2], draws, dtype=torch.float32)
+        width = max(1, BUFFER_BYTES // (32 * draws * getattr(trace, "read_per_column", 1)))
+        for block, columns in column_blocks(trace, self._kept, width):
+            self._values[block] = self._unit(columns).T.float()
+
+    def _unit(self, values: Float[Tensor, "chain draw column"]) -> Float[Tensor, "draws column"]:
+        centered = _centered(values, self._centering)[0].flatten(0, 1).double()
+        return centered / centered.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+
+    def correlation(self, series: Float[np.ndarray, "chain draw ..."]) -> Float[np.ndarray, "column ..."]:
+        """Return the correlation of every column with one series, or with several."""
+        values = np.asarray(series)[self._kept]
+        unit = self._unit(torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1)))).float()
+        return (self._values @ unit).clamp(-1, 1).numpy().reshape(len(self._values), *values.shape[2:])
+
+
 def column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Read a trace a few columns at a time: (chain, draw, column)."""
     every = len(chains) == trace.shape[0]

@@ -7,6 +7,7 @@ put back at the end, whatever happens in between.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Self
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from jostle.data import Data
 from jostle.functional import FunctionalModel, ObservedBatch, minibatch, sample_means
 from jostle.losses import Loss, at_least_float32
+from jostle.prefix import Prefix
 from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
@@ -44,6 +46,7 @@ class InPlace(FunctionalModel):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [parameters[name] for name in moving.names]
         self._placed: list[Tensor] = []
+        self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
         self.replayed = 0
@@ -79,7 +82,8 @@ class InPlace(FunctionalModel):
         """
         for module in self._compiled:
             module._compiled_call_impl = None
-        self._compiled = [] if backend is None else _blocks(self.model)
+        moving_blocks = self._prefix.blocks[len(self._prefix.frozen) :]
+        self._compiled = [] if backend is None else (moving_blocks or [self.model])
         for module in self._compiled:
             module.compile(backend=backend)
 
@@ -119,17 +123,22 @@ class InPlace(FunctionalModel):
         self, loss: Loss, weights: Float[Tensor, "chain weight"], batches: Iterable[ObservedBatch]
     ) -> Float[Tensor, "chain column"]:
         """Return the recorded losses of all these batches, one after another, at each chain's weights."""
+        kept = isinstance(batches, list)
 
         def passes() -> Tensor:
-            with self.precision():
-                parts = [observed.recorded(loss(self.model, observed.batch)) for observed in batches]
+            parts = []
+            for observed in batches:
+                with self.precision(), self._prefix.serving(observed.batch) if kept else contextlib.nullcontext():
+                    parts.append(observed.recorded(loss(self.model, observed.batch)))
             return at_least_float32(torch.cat(parts))
 
+        if isinstance(batches, list):
+            self._prefix.check(loss, batches[0].batch)
         values = []
         for flat in weights:
             self._place(flat)
             # Batches that are made anew for every draw have no place of their own to be read from again.
-            values.append(self._recorded(("losses", id(batches)), passes) if isinstance(batches, list) else passes())
+            values.append(self._recorded(("losses", id(batches)), passes) if kept else passes())
         return torch.stack(values)
 
     @torch.no_grad()
@@ -208,11 +217,3 @@ class _Graph:
             place.copy_(value, non_blocking=True)
         self._graph.replay()
         return self._output
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks (a transformer's layers), or the model where it has none."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
-            return list(module)
-    return [model]
