@@ -10,7 +10,7 @@ INSTALLED := .venv/installed
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## Train on digits, attribute, and draw jostle-demo/influence.png
+demo: $(INSTALLED) ## Jostle the shipped language model, and draw jostle-demo/words.png
 	$(BIN)/jostle demo
 
 test: $(INSTALLED) ## Run every test

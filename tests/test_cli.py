@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle import cli
-from jostle.demo import images
+from jostle.demo import images, language
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError
 
 
@@ -51,6 +51,12 @@ def test_console_script_is_installed():
 def test_help_does_not_wait_for_heavy_imports():
     code = "import sys, jostle.cli; print([m for m in ('torch', 'numpy', 'zarr', 'matplotlib') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_unknown_demo_is_bad_input():
+    result = command("demo", "music")
+    assert result.returncode == cli.ExitCode.BAD_INPUT
+    assert "Traceback" not in result.stderr
 
 
 def test_unknown_option_is_bad_input():
@@ -89,7 +95,7 @@ def test_failure_with_a_name_is_one_line_and_an_exit_code(monkeypatch, error, co
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(images, "demonstrate", fail)
+    monkeypatch.setattr(language, "demonstrate", fail)
     result = CliRunner().invoke(cli.app, ["demo"])
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", line)
 
@@ -104,14 +110,14 @@ def test_failed_chain_is_a_warning_line_and_exit_code_3(monkeypatch):
         return Run()
 
     monkeypatch.setattr(images, "demonstrate", demonstrate)
-    result = CliRunner().invoke(cli.app, ["demo"])
+    result = CliRunner().invoke(cli.app, ["demo", "images"])
     assert (result.exit_code, result.stderr) == (3, "jostle: warning: chain 1 failed at step 7\n")
 
 
 def test_missing_extra_is_named(monkeypatch, tmp_path):
     find_spec = images.importlib.util.find_spec
     monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find_spec(name))
-    result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(cli.app, ["demo", "images", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert result.stderr == (
         "jostle: demo: got no sklearn, expected the packages of the extra 'demo'; pip install 'jostle[demo]'\n"
@@ -135,7 +141,7 @@ def test_queries_are_the_worst_misread_and_ordinary_ones_of_other_digits():
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     out = tmp_path_factory.mktemp("demo") / "digits"
-    return out, command("demo", "--out", out)
+    return out, command("demo", "images", "--out", out)
 
 
 def test_demo_prints_and_draws(demo):
@@ -189,14 +195,14 @@ def test_demo_stays_near_the_trained_weights(demo):
 def test_demo_given_again_reads_the_run(demo):
     out, first = demo
     before = entries(out / "run")
-    again = command("demo", "--out", out)
+    again = command("demo", "images", "--out", out)
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert entries(out / "run") == before
 
 
 def test_demo_interrupted_while_sampling_can_go_on(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "jostle", "demo", "--out", tmp_path], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "jostle", "demo", "images", "--out", tmp_path], stderr=subprocess.PIPE, text=True
     )
     while process.poll() is None and not (tmp_path / "run" / "manifest.json").exists():
         time.sleep(0.05)
@@ -210,7 +216,7 @@ def test_demo_interrupted_while_sampling_can_go_on(tmp_path):
 def test_demo_with_another_seed_is_refused_where_one_lies(demo):
     out, _ = demo
     before = entries(out)
-    result = command("demo", "--out", out, "--seed", "1")
+    result = command("demo", "images", "--out", out, "--seed", "1")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "fingerprint" in result.stderr
