@@ -12,18 +12,32 @@ if TYPE_CHECKING:
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
     from jostle.run import Run, load
-    from jostle.samplers import SGLD, RMSpropSGLD, Sampler
+    from jostle.samplers import (
+        BAOAB,
+        SGLD,
+        SGNHT,
+        Gaussian,
+        LeimkuhlerMatthews,
+        OrnsteinUhlenbeck,
+        RMSpropSGLD,
+        Sampler,
+    )
     from jostle.sampling import attribute
     from jostle.scores import Scores
 
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
 _HOMES = {
+    "BAOAB": "jostle.samplers",
     "ChainsFailedError": "jostle.errors",
+    "Gaussian": "jostle.samplers",
     "InputError": "jostle.errors",
+    "LeimkuhlerMatthews": "jostle.samplers",
+    "OrnsteinUhlenbeck": "jostle.samplers",
     "Posterior": "jostle.posterior",
     "RMSpropSGLD": "jostle.samplers",
     "Run": "jostle.run",
     "SGLD": "jostle.samplers",
+    "SGNHT": "jostle.samplers",
     "Sampler": "jostle.samplers",
     "Scores": "jostle.scores",
     "attribute": "jostle.sampling",
@@ -33,9 +47,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "BAOAB",
     "SGLD",
+    "SGNHT",
     "ChainsFailedError",
+    "Gaussian",
     "InputError",
+    "LeimkuhlerMatthews",
+    "OrnsteinUhlenbeck",
     "Posterior",
     "RMSpropSGLD",
     "Run",

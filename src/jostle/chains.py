@@ -64,7 +64,12 @@ class Failure:
 
 
 class Dynamics:
-    """How chains move and what is seen of them."""
+    """How chains move and what is seen of them.
+
+    Attributes:
+        center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
+            `full_gradient`).
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class Dynamics:
         self._sampling_data, self._potential_loss = sampling_data, potential_loss
         self._observers, self._observables = observers, observables
         self._center = model.moving.center
+        self.center_gradient: Float[Tensor, " weight"] | None = None
         self._move: Callable[..., Statistics] = self._step
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
 
@@ -93,23 +99,39 @@ class Dynamics:
         return Group(chains, 0, weights, self.config.sampler.init(weights))
 
     def gradient(self, group: Group) -> Float[Tensor, "chain weight"]:
-        """Return the gradient of each chain's mean loss on the minibatch of its next step."""
+        """Return the gradient of each chain's mean loss on the minibatch B of its next step.
+
+        With control variates it is ∇L̄(w; B) − ∇L̄(w*; B) + ∇L̄(w*): the same on average, and without what of the
+        minibatch's noise is there at w* already.
+
+        Reference: Baker et al., *Control variates for stochastic gradient MCMC*, 2019.
+        """
         config, n = self.config, len(self._sampling_data)
         if not config.posterior.n_beta:
             return torch.zeros_like(group.weights)
         batches = [
             randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n) for chain in group.chains
         ]
-        return self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
+        gradient = self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
+        if not config.control_variates or config.batch_size >= n:
+            return gradient
+        assert self.center_gradient is not None
+        # A sum of its own before the next call, which may write its gradient over this one.
+        controlled = gradient + self.center_gradient
+        centers = self._center.repeat(len(group.chains), 1)
+        return controlled - self.model.mean_loss_gradient(self._potential_loss, centers, self._sampling_data, batches)
 
     def advance(self, group: Group) -> None:
         """Move a group by one step."""
         config, gradient = self.config, self.gradient(group)
         burning_in = group.step < config.burn_in
         before, after = group.statistics, {}
-        for part, noise in randomness.noise(
-            config.seed, group.chains, group.step, self.model.moving, self.model.device
-        ):
+        blocks = randomness.noise(config.seed, group.chains, group.step, self.model.moving, self.model.device)
+        if getattr(config.sampler, "whole_chain", False):
+            noises = [noise for _, noise in blocks]
+            whole = noises[0] if len(noises) == 1 else torch.cat(noises, dim=1)
+            blocks = [(slice(0, self.model.moving.total), whole)]
+        for part, noise in blocks:
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
             after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
         # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
@@ -139,6 +161,15 @@ class Dynamics:
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         return seen
+
+
+def full_gradient(model: FunctionalModel, loss: Loss, data: Data, batch_size: int) -> Float[Tensor, " weight"]:
+    """Return the gradient at w* of the mean loss over all data, in batches, the same whenever it is asked for."""
+    center, total = model.moving.center[None], torch.zeros_like(model.moving.center, dtype=torch.float64)
+    for start in range(0, len(data), batch_size):
+        chosen = np.arange(start, min(start + batch_size, len(data)))
+        total += len(chosen) / len(data) * model.mean_loss_gradient(loss, center, data, [chosen])[0]
+    return total.to(center.dtype)
 
 
 class Recorder(Protocol):

@@ -190,7 +190,14 @@ def run(
     weights: Annotated[
         str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
     ] = None,
-    sampler: Annotated[str | None, typer.Option(metavar="NAME", help="sgld, rmsprop or rmsprop-devinterp.")] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="sgld, rmsprop, rmsprop-devinterp, leimkuhler-matthews, ornstein-uhlenbeck, baoab, sgnht or gaussian "
+            "(no gradient: the control).",
+        ),
+    ] = None,
     step_size: Annotated[float | None, typer.Option(metavar="ε", help="The size of a step.")] = None,
     n_beta: Annotated[float | None, typer.Option(metavar="nβ", help="Effective number of samples.")] = None,
     localization: Annotated[float | None, typer.Option(metavar="γ", help="Pull towards the checkpoint.")] = None,
@@ -199,6 +206,12 @@ def run(
     burn_in: Annotated[int | None, typer.Option(metavar="B", help="Steps before the first draw.")] = None,
     thin: Annotated[int | None, typer.Option(metavar="K", help="Steps between draws.")] = None,
     batch_size: Annotated[int | None, typer.Option(metavar="M", help="Examples in a minibatch.")] = None,
+    control_variates: Annotated[
+        bool | None,
+        typer.Option(
+            "--control-variates/--no-control-variates", help="Less minibatch noise, for two gradients a step."
+        ),
+    ] = None,
     max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,

@@ -39,6 +39,7 @@ class Config:
     keep: Keep
     seed: int
     precision: Precision = "model"
+    control_variates: bool = False
 
     def __post_init__(self) -> None:
         for name in ("chains", "draws", "thin", "batch_size"):
@@ -56,6 +57,8 @@ class Config:
             raise InputError("draws", got="one draw in all", expected="at least two, for a covariance")
         if self.keep not in ("traces", "covariance"):
             raise InputError("keep", got=repr(self.keep), expected="'traces' or 'covariance'")
+        if not isinstance(self.control_variates, bool):
+            raise InputError("control_variates", got=repr(self.control_variates), expected="True or False")
         if self.precision not in ("model", "bfloat16"):
             raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
 

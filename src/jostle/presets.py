@@ -36,3 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "step_size": 1e-5, "n_beta": 30.0, "localization": 10_000.0, "sampler": "sgld", "seed": 0,
 }  # fmt: skip
 """Of the command line, where neither a preset nor a flag says otherwise: with εγ/2 = 0.05, ten steps forget 40 %."""
+
+IMPLIED: dict[str, dict[str, Any]] = {"gaussian": {"n_beta": 0.0, "burn_in": 1, "thin": 1}}
+"""What a sampler that is asked for by name brings along, over presets and config files: the control of a run needs its
+localization, and neither its gradients nor its steps between draws."""

@@ -10,9 +10,18 @@ import yaml
 
 from jostle.errors import InputError
 from jostle.posterior import Posterior
-from jostle.presets import DEFAULTS, PRESETS
+from jostle.presets import DEFAULTS, IMPLIED, PRESETS
 from jostle.run import Run
-from jostle.samplers import SGLD, RMSpropSGLD, Sampler
+from jostle.samplers import (
+    BAOAB,
+    SGLD,
+    SGNHT,
+    Gaussian,
+    LeimkuhlerMatthews,
+    OrnsteinUhlenbeck,
+    RMSpropSGLD,
+    Sampler,
+)
 from jostle.sampling import attribute
 from jostle.tasks import Task, from_file, language_model
 from jostle.weights import MovingWeights
@@ -21,7 +30,13 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "sgld": SGLD,
     "rmsprop": RMSpropSGLD,
     "rmsprop-devinterp": RMSpropSGLD.devinterp,
+    "leimkuhler-matthews": LeimkuhlerMatthews,
+    "ornstein-uhlenbeck": OrnsteinUhlenbeck,
+    "baoab": BAOAB,
+    "sgnht": SGNHT,
+    "gaussian": Gaussian,
 }
+RULES = (SGLD, RMSpropSGLD, LeimkuhlerMatthews, OrnsteinUhlenbeck, BAOAB, SGNHT, Gaussian)
 SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
 NAMES_SHOWN = 4
 
@@ -30,7 +45,10 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     """Return every setting of a run: what was said on the command line, then elsewhere."""
     if preset is not None and preset not in PRESETS:
         raise InputError("preset", got=repr(preset), expected=f"one of {', '.join(PRESETS)}")
-    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_from_config(config) if config else {}) | flags
+    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_from_config(config) if config else {})
+    request |= IMPLIED.get(flags.get("sampler", ""), {}) | flags
+    if flags.get("sampler") == "gaussian" and "step_size" in flags:
+        raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
     if "task" in request and "model" in request:
         raise InputError("task", got="a model as well", expected="either --task or --model")
     needed = () if "task" in request else ("model", "train", "query")
@@ -46,7 +64,10 @@ def _from_config(path: Path) -> dict[str, Any]:
         posterior, sampler = config["posterior"], config["sampler"]
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
-        settings |= {"sampler": sampler, "step_size": sampler["step_size"], **config["source"]}
+        # What came later than some runs, or is not part of every rule.
+        settings |= {name: config[name] for name in ("control_variates",) if name in config}
+        settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
+        settings |= {"sampler": sampler, **config["source"]}
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise InputError(
             "config",
@@ -59,12 +80,14 @@ def _from_config(path: Path) -> dict[str, Any]:
 def _sampler(request: dict[str, Any]) -> Sampler:
     chosen, step_size = request["sampler"], request["step_size"]
     if isinstance(chosen, dict):  # from a config file, with all its settings
-        by_name = {rule.__name__: rule for rule in (SGLD, RMSpropSGLD)}
-        settings = {name: value for name, value in chosen.items() if name != "name"} | {"step_size": step_size}
+        by_name = {rule.__name__: rule for rule in RULES}
+        settings = {name: value for name, value in chosen.items() if name != "name"}
+        if "step_size" in settings:
+            settings["step_size"] = step_size
         return by_name[chosen["name"]](**settings)
     if chosen not in SAMPLERS:
         raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
-    return SAMPLERS[chosen](step_size=step_size)
+    return Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size)
 
 
 def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
@@ -93,6 +116,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         out=out,
         source=source,
         examples=task.examples,
+        control_variates=request.get("control_variates", False),
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **options,
     )

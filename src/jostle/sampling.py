@@ -24,6 +24,7 @@ from jostle.chains import (
     Progress,
     Recorder,
     TraceRecorder,
+    full_gradient,
     run_chains,
 )
 from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
@@ -71,6 +72,7 @@ def attribute(
     burn_in: int = 0,
     thin: int = 10,
     batch_size: int = 1024,
+    control_variates: bool = False,
     out: str | Path | None = None,
     seed: int = 0,
     keep: Keep = "traces",
@@ -108,6 +110,9 @@ def attribute(
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
             observing every example: raise this before ``draws``.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
+        control_variates: take from every minibatch gradient what it is at w*, and add the whole data's there. That is
+            two gradients a step and one pass over the sampling data beforehand, and leaves the less of the minibatches'
+            noise the closer the draws stay to w*.
         out: the directory of the run. Default: a temporary one that goes with the process.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
@@ -152,6 +157,7 @@ def attribute(
         keep=keep,
         seed=seed,
         precision=precision,
+        control_variates=control_variates,
     )
     if query is None and not observables:
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
@@ -236,6 +242,11 @@ def attribute(
                 manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
                 create_run(directory, config, settings, manifest, observers, sizes, at_center, examples or {})
             if manifest["status"] != "complete":
+                if config.control_variates and config.posterior.n_beta:
+                    # Before anything is compiled, so that a resumed run has the same one to the last bit.
+                    alone.center_gradient = full_gradient(in_place, driving_loss, drawn_from, batch_size)
+                    if together is not None:
+                        together.center_gradient = alone.center_gradient
                 if execution is None:
                     asked = chains_at_once is not None and together is not None
                     execution = (

@@ -1,0 +1,77 @@
+"""What an update rule is, and what all of them ask of their settings."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.errors import InputError
+from jostle.posterior import Potential
+
+Weights = Float[Tensor, "chain weight"]
+Statistics = dict[str, Tensor]
+"""What a rule carries from step to step; the first axis of every tensor is the chain."""
+
+
+class Sampler(Protocol):
+    """One rule for moving the weights.
+
+    The weights of a very large model come in blocks, one after another, and gradient, noise and whatever else has their
+    shape with them. A rule that needs all weights of a chain at once (for a mean over them) says so with a class
+    attribute ``whole_chain = True``.
+    """
+
+    def init(self, weights: Weights) -> Statistics:
+        """Return the statistics before the first step."""
+        ...
+
+    def step(
+        self,
+        weights: Weights,
+        mean_loss_gradient: Weights,
+        noise: Weights,
+        statistics: Statistics,
+        potential: Potential,
+        *,
+        burning_in: bool,
+    ) -> tuple[Weights, Statistics]:
+        """Return weights and statistics after one step; changes neither argument."""
+        ...
+
+    def check(self, potential: Potential, *, burn_in: int) -> None:
+        """Raise `InputError` where the settings cannot work."""
+        ...
+
+    def remarks(self, statistics: Statistics) -> list[str]:
+        """Say, after sampling, what a user should know about how the rule behaved."""
+        ...
+
+
+def pull(potential: Potential) -> float:
+    """γ + λ: the curvature that holds every weight, whatever the losses are."""
+    return potential.localization + potential.prior_precision
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse what is not a positive number."""
+    if not (isinstance(value, numbers.Real) and math.isfinite(value) and value > 0):
+        raise InputError(name, got=repr(value), expected="a positive number")
+
+
+def refuse_overshoot(step_size: float, potential: Potential) -> None:
+    """Refuse ε(γ + λ) ≥ 4, from where on the pull to the centre alone overshoots, and grows.
+
+    The curvature of the losses adds to it, but nobody knows that beforehand.
+    """
+    curvature = pull(potential)
+    if step_size * curvature >= 4:
+        raise InputError(
+            "step_size",
+            got=f"{step_size:g} with a localization of {curvature:g}",
+            expected=f"a step size below 4/localization = {4 / curvature:.3g}, or the chain grows without bound",
+            fix=f"{0.2 / curvature:.2g} is a safe start",
+        )
