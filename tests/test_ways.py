@@ -123,7 +123,7 @@ def test_recorded_as_a_cuda_graph(name: str, backend: str | None) -> None:
 
 @CUDA
 @pytest.mark.parametrize(("rows", "width", "words", "biased", "scale", "cap"), [
-    (1000, 128, 5000, False, 1.0, None), (77, 64, 333, True, 0.5, None), (300, 1024, 50304, False, 1.0, None),
+    (1000, 128, 5000, False, 1.0, None), (90, 96, 400, True, 2.0, 4.0), (77, 64, 333, True, 0.5, None), (300, 1024, 50304, False, 1.0, None),
     (129, 200, 999, True, 1.0, 5.0),
 ])  # fmt: skip
 def test_linear_cross_entropy(rows: int, width: int, words: int, biased: bool, scale: float, cap: float | None) -> None:
@@ -141,3 +141,15 @@ def test_linear_cross_entropy(rows: int, width: int, words: int, biased: bool, s
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     found = linear_cross_entropy(hidden, weight, bias if biased else None, targets, scale=scale, cap=cap)
     np.testing.assert_allclose(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-4)
+    if width <= 128:
+        upstream = torch.rand(rows, device="cuda", generator=generator)
+        wide = hidden.double().requires_grad_()
+        logits = scale * (wide @ weight.double().T + (bias.double() if biased else 0))
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        (expected,) = torch.autograd.grad((upstream * losses).sum(), wide)
+        hidden.requires_grad_()
+        losses = linear_cross_entropy(hidden, weight, bias if biased else None, targets, scale=scale, cap=cap)
+        (found,) = torch.autograd.grad((upstream * losses).sum(), hidden)
+        assert (found - expected).norm() <= 0.01 * expected.norm()  # rounded to bfloat16
