@@ -1,21 +1,27 @@
 """The bench: every workload in each way there is of doing it, in one process.
 
-python -m benchmarks.run                     # everything that this machine can do
-python -m benchmarks.run 410m 2.8b --record benchmarks/records/speed_h200.json
+python -m benchmarks.run small                        # ratios, in a minute, on any machine
+python -m benchmarks.run 14m 410m 2.8b resnet9        # on a GPU; beside devinterp where that is installed
+python -m benchmarks.run small --check FILE           # fail where a ratio fell below half of the record's
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import language, vision
+from benchmarks import language, small, vision
 from benchmarks.environment import write_record
+
+REGRESSION = 2.0
+"""By what factor a ratio may fall below its record: more than machines and their moods differ."""
 
 
 def matmul_peak() -> float:
@@ -32,28 +38,54 @@ def matmul_peak() -> float:
     return 2 * 8192**3 / statistics.median(times)
 
 
+def run_small() -> dict[str, Any]:
+    table = {}
+    for name, measure in small.RATIOS.items():
+        table[name] = measure()
+        print(f"  {name:25} {table[name]['ratio']:8.1f} ×  ({table[name]['seconds']:.4f} s)", flush=True)
+    return table
+
+
+def regressions(measured: dict[str, Any], record: dict[str, Any]) -> list[str]:
+    """What became slower, against the same measurement of another day."""
+    return [
+        f"{name}: {measured[name]['ratio']:.2f} ×, and {before['ratio']:.2f} × in the record"
+        for name, before in record.items()
+        if measured[name]["ratio"] * REGRESSION < before["ratio"]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time every workload in each way of doing it.")
-    parser.add_argument("workloads", nargs="*", default=["14m", "410m", "2.8b", "resnet9"])
-    parser.add_argument("--ways", nargs="+")
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("workloads", nargs="+", choices=["small", "resnet9", *language.SHAPES])
+    parser.add_argument("--ways", nargs="+", help=f"some of: {'; '.join(language.WAYS)}")
+    parser.add_argument("--record", type=Path, help="where to write the numbers, with hardware, versions and commit")
+    parser.add_argument("--check", type=Path, help="a record to compare the ratios of 'small' with")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="    %(message)s", force=True)
+    logging.basicConfig(level=logging.WARNING, format="    %(message)s", force=True)
     logging.getLogger("jostle").setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
-    logging.getLogger().setLevel(logging.WARNING)
-
-    peak = matmul_peak()
-    print(f"matmul peak {peak / 1e12:.0f} TFLOP/s", flush=True)
-    record: dict[str, Any] = {"matmul_peak_tflops": peak / 1e12, "workloads": {}}
+    record: dict[str, Any] = {"workloads": {}}
+    if torch.cuda.is_available():
+        record["matmul_peak_tflops"] = matmul_peak() / 1e12
+        print(f"matmul peak {record['matmul_peak_tflops']:.0f} TFLOP/s", flush=True)
     for name in arguments.workloads:
-        if name == "resnet9":
-            record["workloads"][name] = vision.bench(peak, arguments.ways or vision.WAYS)
+        if name == "small":
+            record["workloads"][name] = run_small()
+        elif name == "resnet9":
+            record["workloads"][name] = vision.bench(1e12 * record["matmul_peak_tflops"], arguments.ways or vision.WAYS)
         else:
             fewer, more = (10, 60) if language.SHAPES[name].width < 2000 else (5, 25)
+            peak = 1e12 * record["matmul_peak_tflops"]
             record["workloads"][name] = language.bench(name, peak, arguments.ways or language.WAYS, fewer, more)
         if arguments.record:
             write_record(arguments.record, record)
+    if arguments.check:
+        slower = regressions(
+            record["workloads"]["small"], json.loads(arguments.check.read_text())["workloads"]["small"]
+        )
+        if slower:
+            sys.exit("slower than half of the record: " + "; ".join(slower))
 
 
 if __name__ == "__main__":
