@@ -228,7 +228,13 @@ def run(
     request = requests.resolve(
         {name: value for name, value in given.items() if value is not None}, config=config, preset=preset
     )
-    _finish(requests.carry_out(request, out, say=_say))
+    finished = requests.carry_out(request, out, say=_say)
+    from rich.console import Console
+
+    from jostle.terminal import print_summary
+
+    print_summary(Console(highlight=False), finished.diagnostics(), str(out))
+    _finish(finished)
 
 
 @app.command(
@@ -337,6 +343,42 @@ def export(
 
     load(out).influence(normalize=normalize, reduction=reduction).export(file)
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle diagnose runs/a", "a verdict, what to do, and what it rests on"),
+        ("jostle diagnose runs/a --plot runs/a.png", "with a picture"),
+        ("jostle diagnose runs/a --json", "for a script: .verdict.level is good, doubtful or unreliable"),
+    )
+)
+def diagnose(
+    out: _Out,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as well; a name ending in .png, .svg or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether the scores of a run can be trusted, and what to do if not.
+
+    Chains that failed or ran away, effective draws, R-hat, drift, whether halves
+    of the draws rank alike, and how far the chains went from the checkpoint.
+    """
+    import json
+
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import print_diagnostics, print_verdict
+
+    found = load(out).diagnostics(plot=plot)
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    print_verdict(console, found["verdict"])
+    console.print()
+    print_diagnostics(console, found)
 
 
 def main() -> None:

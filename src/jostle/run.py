@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import yaml
 
-from jostle.chains import load_sums
+from jostle import plots
+from jostle.chains import load_sums, read_tensors
+from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.estimate import (
     BUFFER_BYTES,
     Centering,
     Estimate,
-    autocorrelation_time,
-    column_blocks,
     covariance,
     covariance_from_sums,
-    spread_columns,
 )
 from jostle.scores import Scores
 from jostle.traces import SequenceLosses, Traces
@@ -172,40 +170,39 @@ class Run:
         about = {"train": train, "query": query, "centering": centering, **positions}
         return self._scores(estimate, normalize, None, about)
 
-    def diagnostics(self) -> dict[str, Any]:
-        """Return what a user should know before trusting the scores.
+    def diagnostics(self, *, plot: str | Path | None = None) -> dict[str, Any]:
+        """Return what a user should know before trusting the scores, with a verdict in words.
 
-        ``mean_loss`` and ``mean_loss_at_center`` (of the training examples: how far the draws are from w*),
-        ``autocorrelation_time`` (draws for each effective one, of the slower losses), ``effective_draws`` (all of them
-        by that; None where chains are too short to tell), ``failed_chains``, and ``remarks`` in words.
+        ``verdict`` has a ``level`` (good, doubtful, unreliable), a ``summary``, and ``reasons`` with a number and what
+        to do. The rest is what it rests on, and plain data: ``mean_loss`` and ``mean_loss_at_center`` (of the training
+        examples), ``autocorrelation_time`` (draws for each effective one, of the slower losses), ``effective_draws``
+        (None where chains are too short to tell), R-hat and effective sizes of ``losses`` and of the ``products`` that
+        a covariance averages, ``drift``, ``agreement`` of the scores from halves, ``local_learning_coefficient``,
+        ``failed_chains`` and ``remarks``. ``docs/diagnostics.md`` explains each of them.
+
+        Args:
+            plot: also draw them, into a file whose name ends in .png, .svg or .pdf (needs the extra ``plots``).
         """
-        kept_traces = self.config["keep"] == "traces"
-        if not kept_traces:
-            return {"failed_chains": self.manifest["failed_chains"], "remarks": self.manifest["remarks"]}
-        self._require_chains()
-        losses, kept = self._sequence_losses("train", "mean"), self._healthy_chains()
-        width = max(1, BUFFER_BYTES // (16 * losses.shape[0] * losses.shape[1] * getattr(losses, "read_per_column", 1)))
-        total, times = 0.0, []
-        for _, block in column_blocks(losses, kept, width):
-            total += block.double().sum().item()
-            times.append(autocorrelation_time(spread_columns(block)))
-        draws = len(kept) * losses.shape[1]
-        known = [value for value in times if not math.isnan(value)]
-        slowest = max(known) if known else None
-        remarks = list(self.manifest["remarks"])
-        if slowest is None:
-            remarks.append(f"chains of {losses.shape[1]} draws are too short to tell how many are effective")
-        center = self.traces.center_losses("train")
-        if (columns := self.traces.columns("train")).offsets is not None:
-            center = SequenceLosses(center[None, None], columns, "mean")[:, :, :]
-        return {
-            "failed_chains": self.manifest["failed_chains"],
-            "remarks": remarks,
-            "mean_loss_at_center": float(np.mean(center)),
-            "mean_loss": total / (draws * losses.shape[2]),
-            "autocorrelation_time": slowest,
-            "effective_draws": None if slowest is None else draws / slowest,
-        }
+        if plot is not None:
+            plots.check(plot)
+        if self.config["keep"] != "traces":
+            if plot is not None:
+                raise InputError(
+                    "plot",
+                    got="keep='covariance'",
+                    expected="a run that kept its traces",
+                    fix="sample with keep='traces'",
+                )
+            if len(self._healthy_chains()) == 0:
+                return diagnose(self.config, self.manifest, None)
+            sums, _ = load_sums(self.directory / "covariance.safetensors")
+            center, _ = read_tensors(self.directory / "center.safetensors")
+            return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
+        sample = read_sample(self.traces, self._healthy_chains())
+        found = diagnose(self.config, self.manifest, sample if len(sample.chains) else None)
+        if plot is not None:
+            plots.draw(found, sample, self.config, Path(plot))
+        return found
 
     def _require_chains(self) -> None:
         if len(self._healthy_chains()) == 0:

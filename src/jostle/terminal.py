@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,76 @@ def _value(entry: Entry, ranking: Ranking) -> str:
     value = -entry.score if ranking.normalized else entry.score
     shown = f"{value:+.3f}" if ranking.normalized else f"{value:+.3e}"
     return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
+
+
+LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
+
+
+def print_verdict(console: Console, verdict: Mapping[str, Any]) -> None:
+    """Print a verdict on a run, and what to do about it."""
+    console.print(Text(verdict["summary"], style=LEVEL_STYLES[verdict["level"]]), soft_wrap=True)
+    # A single reason is the summary already.
+    for reason in verdict["reasons"] if len(verdict["reasons"]) > 1 else ():
+        console.print(Text(f"  {reason['level']}: {reason['finding']}; {reason['advice']}"), soft_wrap=True)
+
+
+def print_summary(console: Console, found: Mapping[str, Any], directory: str) -> None:
+    """Print a run's diagnostics in a few lines: the verdict, the numbers that matter most, and where there are more."""
+    print_verdict(console, found["verdict"])
+    short = ("chains × draws", "mean loss", "effective draws")
+    numbers = "; ".join(f"{name} {value}" for name, value in _diagnostic_rows(found) if name in short)
+    console.print(numbers, markup=False, soft_wrap=True)
+    console.print(f"more: jostle diagnose {directory}", markup=False, soft_wrap=True)
+
+
+def print_diagnostics(console: Console, found: Mapping[str, Any]) -> None:
+    """Print what a verdict rests on."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in _diagnostic_rows(found):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    failed = ", ".join(f"chain {one['chain']} at step {one['step']}" for one in found["failed_chains"])
+    yield "chains × draws", f"{found['chains']} × {found['draws']}" + (f"; failed: {failed}" if failed else "")
+    if "rise" in found:
+        center = found["mean_loss_at_center"]
+        at = "" if center is None else f"{found['mean_loss']:.4g} over the draws, {center:.4g} at w*: "
+        yield "mean loss", f"{at}{found['rise']:+.3g} nats"
+        coefficient = found["local_learning_coefficient"]
+        if coefficient["value"] is not None:
+            error = "" if coefficient["standard_error"] is None else f" ± {coefficient['standard_error']:.2g}"
+            yield "learning coefficient", f"{coefficient['value']:.4g}{error} (of {coefficient['of']})"
+    if found.get("effective_draws") is not None:
+        yield "effective draws", f"{found['effective_draws']:.0f}, {found['autocorrelation_time']:.1f} draws for each"
+    for name, title in (
+        ("losses", "losses"),
+        ("products", "products of losses"),
+        ("tokens", "losses of tokens"),
+        ("token_products", "products of tokens"),
+    ):
+        if name in found and found[name]["r_hat"] is not None:
+            numbers = found[name]
+            yield (
+                title,
+                f"R-hat {numbers['r_hat']:.3f} (worst {numbers['r_hat_max']:.3f}), ESS bulk {numbers['ess_bulk']:.0f}"
+                f" (worst {numbers['ess_bulk_min']:.0f}), tail {numbers['ess_tail']:.0f}",
+            )
+    if found.get("drift", {}).get("standard_errors") is not None:
+        moved = found["drift"]
+        yield "drift of the mean loss", f"{moved['change']:+.2g} nats, {moved['standard_errors']:+.1f} standard errors"
+    if found.get("between_chain_share") is not None:
+        yield "variance between chains", f"{found['between_chain_share']:.2%}"
+    for name, title in (("halves", "halves of the draws"), ("chains", "halves of the chains")):
+        both = found.get("agreement", {}).get(name, {})
+        if both.get("spearman") is not None:
+            top = f"{both['top_overlap']:.0%} of the top {found['agreement']['top']} in common"
+            yield f"scores from {title}", f"Spearman {both['spearman']:.2f}, {top}"
+    for remark in found["remarks"]:
+        yield "remark", remark
 
 
 def excerpt(example: Mapping[str, Any], width: int) -> str:
