@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ log = logging.getLogger("jostle")
 
 CHECKPOINT_SECONDS = 60.0
 """The least time between two checkpoints."""
+
+LOOK_SECONDS, MOST_LOOKS = 0.2, 64
+"""How long, and for how many draws, a GPU may run without being asked whether its chains are well."""
 
 CHECKPOINT_SHARE = 0.02
 """The share of the run's time that checkpoints may take."""
@@ -206,13 +210,15 @@ class Recorder(Protocol):
 
 
 class TraceRecorder:
-    """Writes draws to the trace store, a chunk's worth at a time."""
+    """Writes draws to the trace store, many at a time and from another thread; until then they stay on the device."""
 
     def __init__(self, traces: Traces, *, buffer_bytes: int = 64 << 20) -> None:
         self._traces, self._buffer_bytes, self._held = traces, buffer_bytes, 0
         self._chains: list[int] = []
         self._first = 0
-        self._pending: dict[str, list[np.ndarray]] = {}
+        self._pending: dict[str, list[Float[Tensor, "chain column"]]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="jostle-traces")
+        self._writing: Future[None] | None = None
 
     @property
     def finished(self) -> list[int]:
@@ -222,20 +228,35 @@ class TraceRecorder:
     def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
         """Buffer one draw."""
         if chains != self._chains or self._held > self._buffer_bytes:
-            self.flush()
+            self._write()
         if not self._pending:
             self._chains, self._first = list(chains), draw
         for name, value in values.items():
-            array = value.cpu().numpy()
-            self._pending.setdefault(name, []).append(array)
-            self._held += array.nbytes
+            self._pending.setdefault(name, []).append(value)
+            self._held += value.numel() * value.element_size()
+
+    def _write(self) -> None:
+        """Hand what is buffered to the writer, once it is done with what it had."""
+        self._wait()
+        if self._pending:
+            blocks = {name: torch.stack(draws, dim=1).cpu().numpy() for name, draws in self._pending.items()}
+            self._writing = self._writer.submit(self._put, self._chains, self._first, blocks)
+        self._pending = {}
+        self._held = 0
+
+    def _put(self, chains: list[int], first: int, blocks: dict[str, np.ndarray]) -> None:
+        for name, block in blocks.items():
+            self._traces.record(name, chains, first, block)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()  # an error of the disk's is raised here
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        for name, draws in self._pending.items():
-            self._traces.record(name, self._chains, self._first, np.stack(draws, axis=1))
-        self._pending.clear()
-        self._held = 0
+        """Write what is buffered, and see that it is written."""
+        self._write()
+        self._wait()
 
     def unfinished(self, chain: int) -> dict[str, Tensor]:
         """Return nothing: draws are on disk."""
@@ -413,7 +434,7 @@ def run_chains(
     config = dynamics.config
     failures: list[Failure] = []
     remarks: list[str] = []
-    clock = _CheckpointClock(checkpoint_seconds)
+    clock, health = _CheckpointClock(checkpoint_seconds), _Health()
     remaining = [chain for chain in chains if chain not in recorder.finished]
     done = (len(chains) - len(remaining)) * config.steps[-1]
     for group in _groups(dynamics, recorder, checkpoints, remaining, at_once):
@@ -423,6 +444,7 @@ def run_chains(
             stop = interrupted()
             if stop or clock.due():
                 started = time.monotonic()
+                failures += health.examine(group, recorder)[0]
                 recorder.flush()
                 checkpoints.save(group, recorder)
                 clock.took(time.monotonic() - started)
@@ -432,15 +454,16 @@ def run_chains(
             draw, between = divmod(group.step - config.burn_in, config.thin)
             if group.step >= config.burn_in and between == 0:
                 seen = dynamics.observe(group)
-                healthy = _healthy(group, seen)
-                if len(healthy) < len(group.chains):
-                    failures += _fail(group, healthy, recorder)
-                    group.select(healthy)
-                    seen = {name: value[healthy] for name, value in seen.items()}
-                if not group.chains:
-                    break
+                health.look(group, seen)
+                if health.due() or draw == config.draws - 1:
+                    failed, kept = health.examine(group, recorder)
+                    failures += failed
+                    if not group.chains:
+                        break
+                    if failed:
+                        seen = {name: value[kept] for name, value in seen.items()}
+                    mean_loss = seen["train"].mean().item()
                 recorder.record(group.chains, draw, seen)
-                mean_loss = seen["train"].mean().item()
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
                     break
@@ -468,20 +491,41 @@ def _groups(
             yield checkpoints.load(waiting[first : first + at_once], step, dynamics, recorder)
 
 
-def _healthy(group: Group, seen: dict[str, Tensor]) -> list[int]:
-    finite = torch.isfinite(group.weights).all(1)
-    for values in seen.values():
-        finite &= torch.isfinite(values).all(1).to(finite.device)
-    return finite.nonzero()[:, 0].tolist()
+class _Health:
+    """Notices chains that left the finite numbers; on a GPU only now and then, since asking it means waiting for it."""
 
+    def __init__(self) -> None:
+        self._looks: list[tuple[int, Tensor, Tensor]] = []
+        self._last = time.monotonic()
 
-def _fail(group: Group, healthy: list[int], recorder: Recorder) -> list[Failure]:
-    failures = []
-    for row in sorted(set(range(len(group.chains))) - set(healthy)):
-        where = "weights" if not torch.isfinite(group.weights[row]).all() else "a loss"
-        failures.append(Failure(group.chains[row], group.step, f"{where} left the finite numbers"))
-        recorder.drop(group.chains[row])
-    return failures
+    def look(self, group: Group, seen: dict[str, Tensor]) -> None:
+        """Take note of what is finite at a draw, without asking yet."""
+        # One pass that writes nothing: a sum is finite only if all its terms are.
+        weights = torch.isfinite(group.weights.sum(1))
+        losses = torch.stack([torch.isfinite(values.to(weights.device).sum(1)) for values in seen.values()]).all(0)
+        self._looks.append((group.step, weights, losses))
+
+    def due(self) -> bool:
+        """Whether it is time to ask."""
+        on_gpu = self._looks[-1][1].is_cuda
+        return not on_gpu or len(self._looks) >= MOST_LOOKS or time.monotonic() - self._last >= LOOK_SECONDS
+
+    def examine(self, group: Group, recorder: Recorder) -> tuple[list[Failure], list[int]]:
+        """Take failed chains out of the group; return them, and which of its rows are left."""
+        rows = list(range(len(group.chains)))
+        failed: dict[int, Failure] = {}
+        for step, weights, losses in self._looks:
+            for row, (weights_finite, losses_finite) in enumerate(torch.stack([weights, losses], 1).tolist()):
+                if row not in failed and not (weights_finite and losses_finite):
+                    where = "a loss" if weights_finite else "weights"
+                    failed[row] = Failure(group.chains[row], step, f"{where} left the finite numbers")
+        self._looks, self._last = [], time.monotonic()
+        kept = [row for row in rows if row not in failed]
+        for failure in failed.values():
+            recorder.drop(failure.chain)
+        if failed:
+            group.select(kept)
+        return list(failed.values()), kept
 
 
 class _CheckpointClock:
