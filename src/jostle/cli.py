@@ -213,6 +213,13 @@ def run(
         ),
     ] = None,
     max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
+    precision: Annotated[
+        Literal["model", "bfloat16"] | None,
+        typer.Option(help="Of matrix products: the model's own, or bfloat16, which GPUs are fast in."),
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile. Default: on a GPU, for long runs.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
 ) -> None:

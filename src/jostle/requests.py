@@ -65,7 +65,7 @@ def _from_config(path: Path) -> dict[str, Any]:
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
         # What came later than some runs, or is not part of every rule.
-        settings |= {name: config[name] for name in ("control_variates",) if name in config}
+        settings |= {name: config[name] for name in ("control_variates", "precision") if name in config}
         settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
         settings |= {"sampler": sampler, **config["source"]}
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
@@ -116,8 +116,8 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         out=out,
         source=source,
         examples=task.examples,
-        control_variates=request.get("control_variates", False),
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
+        **{name: request[name] for name in ("control_variates", "precision", "compile") if name in request},
         **options,
     )
 
