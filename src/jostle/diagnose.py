@@ -131,9 +131,9 @@ def _read_set(
     kept = np.empty((*shape, len(picked)))
     kept_tokens = np.empty((*shape, len(picked_tokens))) if columns.per_token else None
     for chain, draws in _chunks(losses):
-        values = np.asarray(losses[chain, draws]).astype(np.float64)
+        values = np.asarray(losses[chain, draws])
         means = _sequence_means(values, columns.offsets)
-        mean_loss[chain, draws] = means.mean(1)
+        mean_loss[chain, draws] = means.mean(1, dtype=np.float64)
         kept[chain, draws] = means[:, picked]
         if kept_tokens is not None:
             kept_tokens[chain, draws] = values[:, picked_tokens]
@@ -151,7 +151,7 @@ def _chunks(losses: Any) -> Iterator[tuple[int, slice]]:
 def _sequence_means(values: np.ndarray, offsets: np.ndarray | None) -> np.ndarray:
     if offsets is None:
         return values
-    return np.add.reduceat(values, offsets[:-1], axis=1) / np.diff(offsets)
+    return np.add.reduceat(values, offsets[:-1], axis=1, dtype=np.float64) / np.diff(offsets)
 
 
 def _spread(count: int, most: int) -> np.ndarray:
@@ -368,7 +368,8 @@ def runaway(sample: Sample, config: Mapping[str, Any], manifest: Mapping[str, An
     # Chains that have only begun to leave w* rise as well. They have not gone anywhere yet that the target does not.
     memory, rise = _memory(config), level - sample.center_loss
     if memory is not None and _steps(config) < memory:
-        away &= (2 * config["posterior"]["n_beta"] * rise > manifest["moving_weights"]) | (rise > RISE_DOUBTFUL)
+        hot = 2 * config["posterior"]["n_beta"] * rise > 2 * HOT * manifest["moving_weights"]
+        away &= hot | (rise > RISE_DOUBTFUL)
     return {
         "chains": sample.chains[away].tolist(),
         "excess": _plain(excess.max()),
@@ -411,8 +412,9 @@ def agreement(sample: Sample) -> dict[str, Any]:
         first, second = scores[name]
         best = [np.argsort(-half, axis=0, kind="stable")[:top] for half in (first, second)]
         overlap = [len(np.intersect1d(a, b)) / top for a, b in zip(best[0].T, best[1].T, strict=True)]
+        ranks = _spearman(first, second)
         found[name] = {
-            "spearman": _plain(np.nanmedian(_spearman(first, second))),
+            "spearman": _plain(np.nanmedian(ranks)) if np.isfinite(ranks).any() else None,
             "top_overlap": float(np.mean(overlap)),
         }
     return found
@@ -493,14 +495,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         )
     if chains == 0:
         return
-    unstable = False
-    for reason in _unstable(found, chains, smaller):
-        unstable = True
-        yield reason
-    if "unknown" in found:
-        yield _without_traces(found)
-        return
-    if found["unmoved_share"] == 1:
+    if found.get("unmoved_share") == 1:
         yield Reason(
             "unreliable",
             "no movement",
@@ -508,6 +503,13 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             "no loss moved by more than rounding",
             "raise --step-size, or lower --localization",
         )
+        return
+    unstable = False
+    for reason in _unstable(found, chains, smaller):
+        unstable = True
+        yield reason
+    if "unknown" in found:
+        yield _without_traces(found)
         return
     # What an unstable chain lacks is a smaller step: neither burn-in nor thinning would help it.
     if not unstable:
@@ -574,30 +576,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
     slowest = max(found["autocorrelation_time"], total / effective)
     steps, memory = _steps(config), _memory(config)
     burn_in = _two_digits(max(config["burn_in"] + 3 * slowest * thin, 3 * memory if memory else 0))
-    begun = False
-    r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
-    # Halves of a few draws differ by chance.
-    if r_hat > R_HAT_DOUBTFUL and draws >= 4 * FEWEST_DRAWS:
-        yield Reason(
-            "unreliable" if r_hat > R_HAT_UNRELIABLE else "doubtful",
-            "chains disagree",
-            r_hat,
-            f"chains disagree with each other or with themselves (R-hat {r_hat:.2f})",
-            f"raise --burn-in to about {burn_in}, and --thin",
-        )
-        begun = True
-    moved = found["drift"]
-    if moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS:
-        direction = "rises" if moved["change"] > 0 else "falls"
-        yield Reason(
-            "doubtful",
-            "drift",
-            moved["standard_errors"],
-            f"the mean loss still {direction} along the chains (by {abs(moved['change']):.2g} nats, "
-            f"{abs(moved['standard_errors']):.0f} standard errors)",
-            f"raise --burn-in to about {burn_in}",
-        )
-        begun = True
+    reasons = []
     if effective < ENOUGH_DRAWS:
         advice = []
         if slowest > 2:
@@ -606,23 +585,51 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
         # Draws that are one autocorrelation time apart are worth about three quarters of independent ones.
         if 0.75 * total < ENOUGH_DRAWS:
             advice.append(f"raise --draws to {_two_digits(ENOUGH_DRAWS / 0.75 / found['chains'])}")
-        yield Reason(
-            "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
-            "few effective draws",
-            effective,
-            f"{effective:.0f} effective draws of {total} (± {effective**-0.5:.2f} on a correlation)",
-            " and ".join(advice) or "raise --thin",
+        reasons.append(
+            Reason(
+                "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
+                "few effective draws",
+                effective,
+                f"{effective:.0f} effective draws of {total} (± {effective**-0.5:.2f} on a correlation)",
+                " and ".join(advice) or "raise --thin",
+            )
         )
-        begun = True
-    if begun and memory is not None and steps < memory:
+    r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
+    # Halves of a few draws differ by chance.
+    if r_hat > R_HAT_DOUBTFUL and draws >= 4 * FEWEST_DRAWS:
+        reasons.append(
+            Reason(
+                "unreliable" if r_hat > R_HAT_UNRELIABLE else "doubtful",
+                "chains disagree",
+                r_hat,
+                f"chains disagree with each other or with themselves (R-hat {r_hat:.2f})",
+                f"raise --burn-in to about {burn_in}, and --thin",
+            )
+        )
+    moved = found["drift"]
+    if moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS:
+        direction = "rises" if moved["change"] > 0 else "falls"
+        reasons.append(
+            Reason(
+                "doubtful",
+                "drift",
+                moved["standard_errors"],
+                f"the mean loss still {direction} along the chains (by {abs(moved['change']):.2g} nats, "
+                f"{abs(moved['standard_errors']):.0f} standard errors)",
+                f"raise --burn-in to about {burn_in}",
+            )
+        )
+    # By itself it is no reason: where curvature holds every direction that matters, chains forget sooner.
+    if reasons and memory is not None and steps < memory:
         yield Reason(
             "unreliable",
             "hardly left w*",
             steps / memory,
-            f"{steps} steps are {steps / memory:.2g} times 2/(step size · localization) = {memory:.3g}: where the loss "
-            "is flat, chains have hardly left w*",
+            f"chains have hardly left w*: they took {steps} steps, and where the loss is flat forgetting takes "
+            f"2/(step size · localization) = {memory:.3g}",
             f"raise --thin to about {_two_digits(memory)}, or take longer steps if those are stable",
         )
+    yield from reasons
 
 
 def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:

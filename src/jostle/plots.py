@@ -21,7 +21,10 @@ FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's palette, without its yellow, which is too light on white; failed chains and w* have no colour of it.
 CHAIN_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 LEVEL_COLOURS = {"good": "#009E73", "doubtful": "#B07A00", "unreliable": "#D55E00"}
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "dimgray"
+BLUE, GREY = "#0072B2", "dimgray"
+
+LARGEST = 1e30
+"""Losses beyond this are on their way out of the finite numbers, and no axis needs to reach them."""
 
 SHOWN_CHAINS = 12
 """More lines than this hide each other."""
@@ -75,7 +78,7 @@ def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mappin
     shown = sorted({*picked.tolist(), *failed, *found.get("runaway", {}).get("chains", [])})
     for row, chain in enumerate(shown):
         lost = chain in failed
-        finite = np.isfinite(sample.mean_loss[chain])
+        finite = np.abs(sample.mean_loss[chain]) < LARGEST
         colour = "black" if lost else CHAIN_COLOURS[row % len(CHAIN_COLOURS)]
         label = f"chain {chain}" + (f", failed at step {failed[chain]['step']}" if lost else "")
         axes.plot(
@@ -85,7 +88,7 @@ def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mappin
     axes.axhline(
         sample.center_loss, color="black", linestyle=":", linewidth=1.5, label=f"at w*: {sample.center_loss:.4g}"
     )
-    values = sample.mean_loss[np.isfinite(sample.mean_loss)]
+    values = sample.mean_loss[np.abs(sample.mean_loss) < LARGEST]
     above = values - sample.center_loss
     # A chain that explodes would press everything else flat.
     if values.size and above.max() > 100 * max(np.median(np.abs(above)), 1e-12) and values.min() > 0:
@@ -113,8 +116,11 @@ def _autocorrelation(axes: Axes, sample: Sample, config: Mapping[str, Any], foun
     axes.plot(middle, color=BLUE, label="median")
     axes.axhline(0, color="black", linewidth=0.8)
     time = found["autocorrelation_time"]
-    axes.set_title("autocorrelation of losses" + (f" (time {time:.1f} draws)" if time else ""))
-    axes.set(xlabel=f"lag in draws ({config['thin']} steps each)", ylabel="autocorrelation", ylim=(-0.35, 1.05))
+    _title(axes, "autocorrelation of losses", f"{time:.1f} draws for each effective one" if time else "")
+    thin = config["thin"]
+    axes.set(
+        xlabel=f"lag in draws ({thin} step{'s' if thin > 1 else ''} each)", ylabel="autocorrelation", ylim=(-0.35, 1.05)
+    )
     axes.legend(frameon=False, fontsize=9)
     _plain(axes)
 
@@ -125,11 +131,10 @@ def _effective(axes: Axes, sample: Sample) -> None:
         return
     total = series.shape[0] * series.shape[1]
     sizes = np.minimum(effective_sizes(series, "bulk"), 1.2 * total)
-    axes.hist(sizes, bins=24, range=(0, max(1.0, sizes.max())), color=BLUE, edgecolor="white", linewidth=0.5)
-    axes.axvline(np.median(sizes), color=ORANGE, label=f"median {np.median(sizes):.0f} of {total} draws")
-    axes.set_title("effective draws by training example")
+    axes.hist(sizes, bins=30, range=(0, 1.2 * total), color=BLUE, edgecolor="white", linewidth=0.5)
+    axes.axvline(total, color="black", linestyle=":", linewidth=1.5)
+    _title(axes, "effective draws by training example", f"median {np.median(sizes):.0f}; dotted: all {total} draws")
     axes.set(xlabel="bulk ESS", ylabel="examples")
-    axes.legend(frameon=False, fontsize=9)
     _plain(axes)
 
 
@@ -141,12 +146,16 @@ def _halves(axes: Axes, sample: Sample, found: Mapping[str, Any]) -> None:
     axes.scatter(first[picked], second[picked], s=6, color=BLUE, alpha=0.35, linewidth=0, rasterized=True)
     reach = 1.05 * max(np.abs(first).max(), np.abs(second).max(), 0.05)
     rank = found["agreement"]["halves"]["spearman"]
-    axes.set_title("scores from halves of the draws" + ("" if rank is None else f" (Spearman {rank:.2f})"))
+    _title(axes, "scores from halves of the draws", "" if rank is None else f"Spearman {rank:.2f}")
     axes.set(
         xlabel="posterior correlation, first half", ylabel="last half", xlim=(-reach, reach), ylim=(-reach, reach),
         aspect="equal",
     )  # fmt: skip
     _plain(axes)
+
+
+def _title(axes: Axes, title: str, number: str) -> None:
+    axes.set_title(f"{title}\n{number}" if number else title, fontsize=11)
 
 
 def _plain(axes: Axes) -> None:
