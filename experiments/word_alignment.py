@@ -569,7 +569,7 @@ class Setting:
 RISES = (0.1, 0.3, 1.0)
 SETTINGS = [
     Setting(weights, rise, has_gradient)
-    for weights in ("attention", "attention+mlp")
+    for weights in ("attention", "embedding", "attention+mlp")
     for rise in (0.3, 1.0, 0.1)
     for has_gradient in (True, False)
 ] + [Setting("attention", rise, True, seed=1) for rise in (0.3, 1.0, 0.1)]
@@ -594,9 +594,13 @@ def sample(
         model, sets["train"].columns, sets["query"].columns, sampling_data=drawn_from.columns,
         loss=jostle.losses.next_token(),
         posterior=jostle.Posterior(n_beta=n_beta, localization=localization, weights=setting.weights),
-        sampler=jostle.SGLD(step_size=0.4 / localization), chains=arguments.chains, draws=arguments.draws,
-        burn_in=arguments.burn_in, thin=arguments.thin, batch_size=64, seed=setting.seed, progress=False,
-        observation_batch_size=512,
+        chains=arguments.chains, batch_size=64, seed=setting.seed, progress=False, observation_batch_size=512,
+        **(
+            {"sampler": jostle.SGLD(step_size=0.4 / localization), "draws": arguments.draws,
+             "burn_in": arguments.burn_in, "thin": arguments.thin}
+            if setting.has_gradient  # without one, every step is a new draw
+            else {"sampler": jostle.Gaussian(), "draws": 4 * arguments.draws, "burn_in": 1, "thin": 1}
+        ),
     )  # fmt: skip
     about = run.diagnostics()
     result: dict[str, Any] = {
@@ -695,13 +699,13 @@ def calibrate(model: nn.Module, tokens: Tensor, path: Path, quick: bool) -> dict
 def gradient_baselines(
     model: nn.Module, sets: dict[str, Sequences], types: dict[str, Types], evaluation: Evaluation, most: int
 ) -> dict[str, dict[str, float]]:
-    moving = MovingWeights(model, "attention+mlp")
-    in_attention = set(MovingWeights(model, "attention").names)
-    everything = torch.ones(moving.total, dtype=torch.bool, device=moving.center.device)
-    attention = torch.zeros_like(everything)
-    for name, place in moving.slices.items():
-        attention[place] = name in in_attention
-    parts = {"attention": attention, "attention+mlp": everything}
+    moving = MovingWeights(model, "attention+mlp+embedding")
+    parts = {}
+    for weights in dict.fromkeys(setting.weights for setting in SETTINGS):
+        names = set(MovingWeights(model, weights).names)
+        parts[weights] = torch.zeros(moving.total, dtype=torch.bool, device=moving.center.device)
+        for name, place in moving.slices.items():
+            parts[weights][place] = name in names
     sides = {name: gradients_by_type(model, moving, parts, data, types[name], most=most) for name, data in sets.items()}
     out = {}
     for kind in sides["train"]:
