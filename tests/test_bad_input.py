@@ -110,6 +110,23 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "negative step": (lambda: {"sampler": S(step_size=-1e-5)}, r"^step_size: got -1e-05, expected a positive"),
     "NaN step": (lambda: {"sampler": S(step_size=float("nan"))}, r"^step_size: got nan, expected a positive"),
     "unstable step": (lambda: {"sampler": S(step_size=1e-3)}, r"^step_size: got 0\.001 .* below 4/localization = 0\.0004"),
+    "unstable Leimkuhler-Matthews": (lambda: {"sampler": jostle.LeimkuhlerMatthews(step_size=1e-3)}, r"^step_size: got 0\.001"),
+    "unstable BAOAB": (lambda: {"sampler": jostle.BAOAB(step_size=1e-3)}, r"^step_size: got 0\.001"),
+    "unstable SGNHT": (lambda: {"sampler": jostle.SGNHT(step_size=1e-3)}, r"^step_size: got 0\.001"),
+    "zero friction": (lambda: {"sampler": jostle.BAOAB(step_size=1e-5, friction=0)}, r"^friction: got 0, expected a positive"),
+    "friction without a unit": (
+        lambda: {"sampler": jostle.SGNHT(step_size=1e-5), "posterior": P(n_beta=1, localization=0)},
+        r"^localization: got 0 without a prior, expected .* by which friction is measured; LeimkuhlerMatthews needs neither$",
+    ),
+    "the control with a gradient": (
+        lambda: {"sampler": jostle.Gaussian(), "burn_in": 1},
+        r"^n_beta: got 200 with the Gaussian sampler, which uses no gradient, expected n_beta=0; set n_beta to 0",
+    ),
+    "the control from w* itself": (
+        lambda: {"sampler": jostle.Gaussian(), "posterior": P(n_beta=0, localization=1), "burn_in": 0},
+        r"^burn_in: got 0 with the Gaussian sampler, expected at least 1: step 0 is w\* itself",
+    ),
+    "control variates": (lambda: {"control_variates": "yes"}, r"^control_variates: got 'yes', expected True or False$"),
     "smoothing": (lambda: {"sampler": jostle.RMSpropSGLD(step_size=1, smoothing=1.0)}, r"^smoothing: got 1\.0"),
     "stabilizer": (lambda: {"sampler": jostle.RMSpropSGLD(step_size=1, stabilizer=0)}, r"^stabilizer: got 0"),
     "no chains": (lambda: {"chains": 0}, r"^chains: got 0, expected a positive whole number$"),

@@ -74,6 +74,99 @@ def test_devinterp_preset() -> None:
         np.testing.assert_allclose(path[t + 1], w - 0.005 * G * drift(w, g) + np.sqrt(0.01 * G) * xi, rtol=1e-12)
 
 
+def test_gaussian_is_its_equation() -> None:
+    path, _, noises = steps(jostle.Gaussian(), 3)
+    for t in range(3):
+        expected = 3.0 / 3.5 * CENTER.numpy() + noises[t].numpy() / np.sqrt(3.5)
+        np.testing.assert_allclose(path[t + 1], expected, rtol=1e-12)
+
+
+def test_leimkuhler_matthews_is_its_equation() -> None:
+    path, gradients, noises = steps(jostle.LeimkuhlerMatthews(step_size=0.01), 5)
+    last = np.zeros((2, 3))
+    for t in range(5):
+        w, g, xi = path[t], gradients[t].numpy(), noises[t].numpy()
+        expected = w - 0.005 * drift(w, g) + np.sqrt(0.01) * (last + xi) / 2
+        np.testing.assert_allclose(path[t + 1], expected, rtol=1e-12)
+        last = xi
+
+
+@pytest.mark.parametrize("step_size", [0.01, 3.0])
+def test_ornstein_uhlenbeck_is_its_equation(step_size: float) -> None:
+    path, gradients, noises = steps(jostle.OrnsteinUhlenbeck(step_size=step_size), 5)
+    mean, decay = 3.0 / 3.5 * CENTER.numpy(), np.exp(-step_size * 3.5 / 2)
+    for t in range(5):
+        w, g, xi = path[t], gradients[t].numpy(), noises[t].numpy()
+        force = -7.0 * g * (1 - decay) / 3.5
+        expected = mean + (w - mean) * decay + force + np.sqrt((1 - decay**2) / 3.5) * xi
+        np.testing.assert_allclose(path[t + 1], expected, rtol=1e-11)
+
+
+def test_ornstein_uhlenbeck_without_a_pull_is_sgld() -> None:
+    weights, gradient, noise = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    potential = Posterior(n_beta=7.0, localization=0.0).potential(torch.zeros(5, dtype=torch.float64))
+    moved = [
+        rule(step_size=0.01).step(weights, gradient, noise, {}, potential, burning_in=False)[0]
+        for rule in (jostle.OrnsteinUhlenbeck, jostle.SGLD)
+    ]
+    np.testing.assert_allclose(*moved, rtol=1e-12)
+
+
+def test_baoab_is_the_textbook_splitting() -> None:
+    """With its two half kicks, the second of which knows the gradient of the next step."""
+    path, gradients, noises = steps(jostle.BAOAB(step_size=0.01, friction=0.7), 6)
+    h, c = 0.1, np.exp(-2 * 0.7 * np.sqrt(3.5) * 0.1)
+    w = path[0]
+    p = -h / 2 * drift(w, gradients[0].numpy())  # at rest, but for the second half kick of a step that ended here
+    for t in range(5):
+        p = p - h / 2 * drift(w, gradients[t].numpy())
+        w = w + h / 2 * p
+        p = c * p + np.sqrt(1 - c**2) * noises[t].numpy()
+        w = w + h / 2 * p
+        np.testing.assert_allclose(path[t + 1], w, rtol=1e-10)
+        p = p - h / 2 * drift(w, gradients[t + 1].numpy())
+
+
+def test_sgnht_is_its_equation() -> None:
+    path, gradients, noises = steps(jostle.SGNHT(step_size=0.01, friction=0.7), 6)
+    h, pull = 0.1, 3.5
+    put_in = 2 * 0.7 * np.sqrt(pull)
+    w, p, zeta = path[0], np.zeros((2, 3)), np.full((2, 1), put_in)
+    for t in range(6):
+        p = p - h * drift(w, gradients[t].numpy())
+        w = w + h / 2 * p
+        zeta = zeta + h / 2 * pull * (np.mean(p**2, axis=1, keepdims=True) - 1)
+        p = np.exp(-zeta * h) * p + np.sqrt(put_in * (1 - np.exp(-2 * zeta * h)) / zeta) * noises[t].numpy()
+        zeta = zeta + h / 2 * pull * (np.mean(p**2, axis=1, keepdims=True) - 1)
+        w = w + h / 2 * p
+        np.testing.assert_allclose(path[t + 1], w, rtol=1e-10)
+
+
+@pytest.mark.parametrize("zeta", [-1e-9, 0.0, 1e-9, -3.0])
+def test_a_thermostat_may_pass_through_zero(zeta: float) -> None:
+    """The noise's variance, 2Γ·(1 − e^(−2ζh))/(2ζ), is 2Γh at ζ = 0."""
+    h, potential = 0.1, Posterior(n_beta=0.0, localization=4.0).potential(torch.zeros(4, dtype=torch.float64))
+    # Momenta of ±1 have the temperature at which the first measurement changes nothing.
+    momentum = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    statistics = {"momentum": momentum, "excess_friction": torch.tensor([[zeta - 4.0]], dtype=torch.float64)}
+    _, after = jostle.SGNHT(step_size=h**2).step(
+        torch.zeros(1, 4, dtype=torch.float64), momentum, torch.ones_like(momentum), statistics, potential,
+        burning_in=False,
+    )  # fmt: skip
+    variance = 8 * h if abs(zeta) < 1e-6 else 4 * (1 - np.exp(-2 * zeta * h)) / zeta
+    np.testing.assert_allclose(after["momentum"], np.exp(-zeta * h) * momentum + np.sqrt(variance), rtol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [jostle.LeimkuhlerMatthews, jostle.BAOAB, jostle.SGNHT, jostle.OrnsteinUhlenbeck])
+def test_a_step_changes_none_of_its_arguments(rule: type) -> None:
+    sampler = rule(step_size=0.01)
+    weights, gradient, noise = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    statistics = {name: torch.rand_like(value) for name, value in sampler.init(weights).items()}
+    before = [value.clone() for value in (weights, gradient, noise, *statistics.values())]
+    sampler.step(weights, gradient, noise, statistics, POSTERIOR.potential(weights[0].clone()), burning_in=False)
+    assert all(map(torch.equal, before, (weights, gradient, noise, *statistics.values())))
+
+
 def test_a_new_rule_is_one_class() -> None:
     """Anything with the protocol's methods samples; here a rule that does not move."""
 
