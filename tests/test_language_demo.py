@@ -50,7 +50,8 @@ def test_partners_are_symmetric_and_of_the_same_category():
         ("3", "trois", "same number"),
         ("three", "trois", "translation"),
         ("huge", "immense", "synonym"),
-        ("huge", "immenses", "adjective"),
+        ("huge", "immenses", bilingual.SAME_MEANING),
+        ("huge", "red", "adjective"),
         ("huge", "She", ""),
     ],
 )

@@ -115,14 +115,22 @@ CATEGORIES = tuple(_PAIRS)
 
 
 def relation(one: str, other: str) -> str:
-    """Return what two words are to each other: partners by name, their common category, or nothing."""
+    """Return what two words are to each other: partners by name, words of the same meaning, their category, or nothing.
+
+    A translation of a synonym has the same meaning too, but is not counted as a partner: the two are never each other's
+    answer.
+    """
     if other in LEXICON[one].partners:
         languages = LEXICON[one].languages, LEXICON[other].languages
         if 2 in map(len, languages):
             return "same number"
         return "translation" if languages[0] != languages[1] else "synonym"
+    if LEXICON[one].partners & LEXICON[other].partners:
+        return SAME_MEANING
     return LEXICON[one].category if LEXICON[one].category == LEXICON[other].category else ""
 
+
+SAME_MEANING = "synonym's translation"
 
 _TRANSLATED = {word: other for pairs in _PAIRS.values() for pair in pairs for word, other in (pair, pair[::-1])}
 _SPELLED: dict[Language, dict[str, str]] = {

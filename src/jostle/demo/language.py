@@ -35,14 +35,29 @@ MODEL = Path(__file__).parent / "bilingual_model"
 
 CORPUS_SEED = 0
 CORPUS_TEXTS, HELD_OUT_TEXTS = 4000, 400
-TRAIN_TEXTS, QUERY_TEXTS = 60, 30
+TRAIN_TEXTS, QUERY_TEXTS, SAMPLING_TEXTS = 60, 30, 1000
+"""How many texts are observed of those that were trained on and of others, and how many minibatches come from."""
 
+# Chosen on models of other corpora (seeds 1, 2 and 3), by the mean reciprocal rank of a word's partner and the share of
+# its category among the nearest five; the corpus that is shipped and reported (seed 0) was looked at once, at the end.
+#
+# Only answers are scored. Over both halves of a text partners come out at 0.25, over the answers at 0.31 (the same 200
+# draws): the words of a first sentence cannot be predicted, and share no more than their place.
+#
+# The localization trades the two numbers against each other. A wider model (344,064 weights, 16 epochs, seed 1) without
+# gradients gave 0.44 and 65 % at 1000, 0.40 and 80 % at 500, 0.33 and 88 % at 300, where gradient cosines give 0.26 and
+# 75 %. This one (seed 1): 0.53 and 71 % at 400, 0.52 and 74 % at 300, against 0.25 and 64 %. What limits it in a minute
+# is the number of draws (of a two-layer model, twice as many raised the share by 0.07 to 0.1): hence so small a model,
+# so few texts, and a step (ε·γ = 1) after which half of a draw is new. The gradient adds little here: with n_beta = 0
+# it is the same within the noise. From n_beta = 300 on, minibatch noise drives the chain: of the wider model, 0.57 and
+# 91 % at n_beta = localization = 1000 on seed 1, but fewer partners on seeds 2 and 3, and little at localization 1500.
 WEIGHTS = "attention"
-POSTERIOR = Posterior(n_beta=30, localization=400, weights=WEIGHTS)
-SAMPLER = SGLD(step_size=1 / 400)
+POSTERIOR = Posterior(n_beta=30, localization=300, weights=WEIGHTS)
+SAMPLER = SGLD(step_size=1 / 300)
 CHAINS, DRAWS, BURN_IN, THIN, BATCH_SIZE = 4, 200, 20, 1, 8
 
-SHOWN_WORDS = ("She", "3", "huge")
+SHOWN_WORDS = ("She", "3", "stones")
+"""Picked to look at; what the benchmark says is over all words."""
 SHOWN = 8
 """How many of the nearest words are shown for each."""
 
@@ -60,11 +75,12 @@ class Neighbour:
     correlation: float
     relation: str
     """What it is to that word (see `bilingual.relation`)."""
+    partner: bool
 
     @property
     def colour(self) -> str:
         """Return the colour of its relation."""
-        return OTHER if not self.relation else CATEGORY if self.relation in bilingual.CATEGORIES else PARTNER
+        return PARTNER if self.partner else CATEGORY if self.relation else OTHER
 
 
 def corpus(seed: int) -> tuple[list[Text], list[Text]]:
@@ -127,7 +143,7 @@ def observed(tokenizer: Any, *, seed: int = CORPUS_SEED) -> dict[str, list[Examp
     return {
         "train": read(choose(train, TRAIN_TEXTS), tokenizer, answers_alone=True),
         "query": read(choose(held_out, QUERY_TEXTS), tokenizer, answers_alone=True),
-        "sampling": read(train, tokenizer),
+        "sampling": read(train[:SAMPLING_TEXTS], tokenizer),
     }
 
 
@@ -171,7 +187,7 @@ def neighbours(scores: recovery.Matrix, word: str, count: int = SHOWN) -> list[N
     """Return the training words that move most with a query word, itself left out."""
     column = scores[:, recovery.WORDS.index(word)]
     found = [
-        Neighbour(other, float(value), bilingual.relation(word, other))
+        Neighbour(other, float(value), bilingual.relation(word, other), other in LEXICON[word].partners)
         for other, value in zip(recovery.WORDS, column, strict=True)
         if other != word and value == value  # a word that no training text holds has no number
     ]
@@ -253,7 +269,8 @@ def _report(
     )  # fmt: skip
     console.print(_benchmark(results))
     console.print(
-        f"Of all {len(recovery.WORDS)} words: the rank of the first partner (mean of 1/rank), and the share of the "
+        f"Over all {len(recovery.WORDS)} words, not only those above: the rank of the first partner (mean of 1/rank), "
+        f"and the share of the "
         f"{recovery.NEAREST} nearest words that are of the same category; the word itself is left out. (With it, its "
         f"own mean reciprocal rank is {own_word:.2f}.)\n"
     )
@@ -288,9 +305,8 @@ def _table(word: str, nearest: Sequence[Neighbour]) -> Table:
     longest = max(abs(neighbour.correlation) for neighbour in nearest)
     for neighbour in nearest:
         bar = "█" * max(1, round(BAR_WIDTH * abs(neighbour.correlation) / longest))
-        partner = neighbour.relation and neighbour.relation not in bilingual.CATEGORIES
         table.add_row(
-            Line(neighbour.word, style=f"bold {neighbour.colour}" if partner else ""),
+            Line(neighbour.word, style=f"bold {neighbour.colour}" if neighbour.partner else ""),
             Line(f"{neighbour.correlation:+.2f} {bar}", style=neighbour.colour),
             Line(neighbour.relation, style=neighbour.colour),
         )
@@ -324,9 +340,9 @@ def draw(found: Mapping[str, Sequence[Neighbour]], results: Mapping[str, Recover
         axes.barh(places, values, color=[neighbour.colour for neighbour in nearest], height=0.72)
         axes.set_yticks(places, [neighbour.word for neighbour in nearest], fontsize=12)
         for label, neighbour in zip(axes.get_yticklabels(), nearest, strict=True):
-            label.set(color=neighbour.colour, fontweight="bold" if neighbour.colour == PARTNER else "normal")
+            label.set(color=neighbour.colour, fontweight="bold" if neighbour.partner else "normal")
         for place, neighbour in enumerate(nearest):
-            if neighbour.colour == PARTNER:
+            if neighbour.relation and neighbour.relation not in bilingual.CATEGORIES:
                 inside = neighbour.correlation > 0.5 * max(values)  # a short bar has no room for a word
                 axes.annotate(
                     neighbour.relation,
@@ -334,7 +350,7 @@ def draw(found: Mapping[str, Sequence[Neighbour]], results: Mapping[str, Recover
                     (5, 0),
                     textcoords="offset points",
                     va="center",
-                    color="white" if inside else PARTNER,
+                    color="white" if inside else neighbour.colour,
                     fontsize=10,
                 )
         axes.invert_yaxis()
