@@ -25,4 +25,6 @@ lint: $(INSTALLED) ## Check style, formatting and types
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# kronfluence asks for torchvision and never imports it; without that, EK-FAC is small.
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kronfluence einconv opt_einsum einops
 	@touch $@

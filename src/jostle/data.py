@@ -88,6 +88,12 @@ class Data:
     def __len__(self) -> int:
         return self._length
 
+    def sample(self, index: int) -> Any:
+        """Return one sample, as it was given."""
+        if self._columns is None or self.lengths is not None:
+            return self._samples[index]
+        return map_tensors(self._columns, lambda tensor: tensor[index])
+
     @property
     def on_device(self) -> bool:
         """Whether `gather` works: every sample is a row of tensors on the device."""

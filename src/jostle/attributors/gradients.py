@@ -1,0 +1,124 @@
+"""Gradient similarity: the baseline that every other method has to beat, and the BIF's limit of small perturbations.
+
+    values[i, j] = −gᵢᵀgⱼ,   or −cos(gᵢ, gⱼ),   with gᵢ = ∇ℓᵢ(w*) over the weights that move.
+
+Reference: Charpiat et al., *Input similarity from the neural network perspective*, 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from jostle.data import Collate, Data, map_tensors
+from jostle.functional import FunctionalModel, eval_mode
+from jostle.in_place import InPlace
+from jostle.losses import Batch, Loss
+from jostle.losses import classification as classification_loss
+from jostle.scores import Scores
+from jostle.weights import MovingWeights, WeightSelection
+
+BUFFER_BYTES = 2 << 30
+"""What the gradients that are held at once may take; those of more queries are taken block after block."""
+
+EXAMPLES_AT_ONCE = 16
+
+
+def gradient_similarity(
+    model: nn.Module,
+    train: Any,
+    query: Any,
+    *,
+    loss: Loss | None = None,
+    weights: WeightSelection = "all",
+    cosine: bool = False,
+    collate: Collate | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> Scores:
+    """Score every training example on every query by the similarity of their gradients at w*; negative helps.
+
+    Exact: no projection, no approximation. Gradients are never all held at once: those of as many queries as fit the
+    buffer are, and those of the training examples pass by.
+
+    Args:
+        model: the trained model, at w*.
+        train: the training examples.
+        query: the query examples.
+        loss: as for `jostle.attribute`; per-token losses are averaged over their sequence.
+        weights: which weights the gradients are of.
+        cosine: divide by the lengths of both gradients.
+        collate: makes a batch of a list of samples.
+        buffer_bytes: what the gradients held at once may take.
+    """
+    loss = loss or classification_loss()
+    moving = MovingWeights(model, weights)
+    with eval_mode(model), InPlace(model, moving) as in_place:
+        sets = {
+            name: Data(source, name, collate=collate, device=in_place.device)
+            for name, source in (("train", train), ("query", query))
+        }
+        gradients = PerExample(in_place, loss)
+        row_bytes = moving.total * moving.center.element_size()
+        block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - EXAMPLES_AT_ONCE))
+        values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
+        for start in range(0, len(sets["query"]), block):
+            columns = range(start, min(start + block, len(sets["query"])))
+            held = torch.cat([part for _, part in gradients(sets["query"], columns, cosine)])
+            for rows, part in gradients(sets["train"], range(len(sets["train"])), cosine):
+                values[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
+    return Scores(
+        values=values, method="gradient cosine" if cosine else "gradient dot product", scale=None, provenance={}
+    )
+
+
+class PerExample:
+    """Gradients of single examples, several at once through `vmap` where the model allows it."""
+
+    def __init__(self, model: InPlace, loss: Loss) -> None:
+        self._model, self._loss = model, loss
+        self._mapped: bool | None = None
+
+    def __call__(
+        self, data: Data, indices: range, unit: bool
+    ) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
+        """Give blocks of gradients, each of length 1 where asked."""
+        for start in range(indices.start, indices.stop, EXAMPLES_AT_ONCE):
+            chosen = range(start, min(start + EXAMPLES_AT_ONCE, indices.stop))
+            rows = self._gradients(data, chosen)
+            yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
+
+    @torch.no_grad()
+    def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
+        if self._mapped is not False:
+            try:
+                rows = self._mapped_gradients(data, chosen)
+            except Exception:  # any model may hit any limit of vmap; the loop remains
+                self._mapped = False
+            else:
+                if self._mapped is None:  # believed after one look
+                    first = self._one_by_one(data, chosen[:1])
+                    self._mapped = bool((rows[:1] - first).norm() <= self._model.tolerance * first.norm())
+                if self._mapped:
+                    return rows
+        return self._one_by_one(data, chosen)
+
+    def _one_by_one(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
+        center = self._model.moving.center[None]
+        return torch.cat(
+            [self._model.mean_loss_gradient(self._loss, center, data, [np.array([index])]) for index in chosen]
+        ).to(center.dtype)
+
+    def _mapped_gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
+        plain = FunctionalModel(self._model.model, self._model.moving)
+
+        def loss_of_one(flat: Tensor, batch: Batch) -> Tensor:
+            return plain.sample_losses(self._loss, flat, batch)[0]
+
+        singles = map_tensors(data.batch(chosen), lambda tensor: tensor[:, None])
+        return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
