@@ -115,7 +115,13 @@ def test_a_step_beyond_the_stable_one_is_noticed_while_all_is_finite() -> None:
         assert "the step size is too large to be stable" in found["verdict"]["summary"]
         assert re.search(r"lower --step-size \(to about [\d.e-]+\)", found["verdict"]["summary"])
         # What it needs is a smaller step, and nothing else is suggested.
-        assert not kinds(found) & {"few effective draws", "chains disagree", "drift", "hardly left w*"}
+        assert not kinds(found) & {
+            "few effective draws",
+            "chains disagree",
+            "drift",
+            "hardly left w*",
+            "scores disagree",
+        }
 
 
 @pytest.mark.usefixtures("fewer_series")
@@ -136,13 +142,13 @@ def test_tiny_steps_without_thinning_have_hardly_left(burn_in: int) -> None:
         assert found["verdict"]["level"] == "unreliable"
         assert found["verdict"]["summary"].startswith("these scores are not reliable: chains have hardly left w*: they")
         assert {"few effective draws", "chains disagree"} <= kinds(found)
-        assert found["effective_draws"] < 15
+        assert found["effective_draws"] < 25
 
 
 @pytest.mark.usefixtures("fewer_series")
 def test_the_thinning_it_asks_for_is_enough() -> None:
     asked = []
-    for found in judge(0.3 / LARGEST, thin=1):
+    for found in judge(0.1 / LARGEST, thin=1):
         assert found["verdict"]["level"] == "unreliable"
         reason = next(reason for reason in found["verdict"]["reasons"] if reason["kind"] == "few effective draws")
         assert reason["number"] == found["effective_draws"] < 25
@@ -150,9 +156,9 @@ def test_the_thinning_it_asks_for_is_enough() -> None:
         asked.append(int(re.search(r"raise --thin to (?:about|at least) (\d+)", reason["advice"]).group(1)))
     thin = int(np.median(asked))
     # The slowest loss forgets as exp(−ελt/2): twice that time is what an effective draw takes, or a few times more.
-    slowest = 4 / (0.3 * np.linalg.eigvalsh(PROBLEM.precision)[0] / LARGEST)
+    slowest = 4 / (0.1 * np.linalg.eigvalsh(PROBLEM.precision)[0] / LARGEST)
     assert slowest / 4 < thin < 6 * slowest
-    assert all(found["verdict"]["level"] == "good" for found in judge(0.3 / LARGEST, thin=thin))
+    assert all(found["verdict"]["level"] == "good" for found in judge(0.1 / LARGEST, thin=thin))
 
 
 @pytest.mark.usefixtures("fewer_series")
@@ -483,7 +489,7 @@ def test_every_run_ends_with_a_verdict(tmp_path: Path) -> None:
     arguments = ["run", tmp_path / "run", "--task", f"{tmp_path / 'mine.py'}:build", "--draws", 20, "--thin", 1]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.stderr
-    assert re.match(r"these scores are not reliable: \d effective draws of 80 .* raise --thin to", result.stdout)
+    assert re.match(r"these scores are not reliable: \d+ effective draws of 80 .* raise --thin to", result.stdout)
     assert "4 × 20" in result.stdout
     assert result.stdout.endswith(f"more: jostle diagnose {tmp_path / 'run'}\n")
 

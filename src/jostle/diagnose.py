@@ -39,10 +39,14 @@ ENOUGH_DRAWS, FEWEST_EFFECTIVE = 100, 25
 """The Monte Carlo error of a correlation is about 1/√(effective draws): 0.1, and 0.2."""
 
 R_HAT_DOUBTFUL, R_HAT_UNRELIABLE = 1.1, 1.3
-"""Perfect chains with 100 effective draws among them reach 1.07 by chance; 1.01 asks for some thousand."""
+"""Perfect chains with 100 effective draws among them reach 1.08 by chance; 1.01 asks for some thousand."""
 
-AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 2 / 3, 1 / 3
-"""Of rankings from half of the draws. By Spearman and Brown's formula 2r/(1 + r) the whole then has 0.8, and 0.5."""
+AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 1 / 2, 1 / 3
+"""Of scores from halves of the draws. By Spearman and Brown's formula 2r/(1 + r), two thirds and one half of the
+differences between the scores from all draws are then signal."""
+
+MOST_TIMES_THE_DRAWS = 20
+"""Who would need more draws than this many times those there are is told something else."""
 
 DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""
@@ -181,13 +185,15 @@ def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sam
         groups |= {"tokens": np.concatenate(some, axis=2), "token_products": pair_products(*tokens)}
     found |= {name: convergence(series) for name, series in groups.items()}
     slowest = autocorrelation_time(_some(train, PROBED_SERIES)) if train.shape[2] else math.nan
-    known = [found[name]["ess_bulk"] for name in ("losses", "products") if found[name]["ess_bulk"] is not None]
-    if math.isnan(slowest) or not known:
+    # The error of a covariance is that of the mean of its products, chains that disagree included; the losses' own
+    # autocorrelation is the slower one as a rule, and counts as well.
+    averaged = found["products"]["ess_bulk"]
+    if math.isnan(slowest) or averaged is None:
         found |= {"autocorrelation_time": None, "effective_draws": None}
         if train.shape[1] < FEWEST_DRAWS:
             found["remarks"].append(f"chains of {train.shape[1]} draws are too short to tell how many are effective")
     else:
-        found |= {"autocorrelation_time": slowest, "effective_draws": min(total / slowest, total, *known)}
+        found |= {"autocorrelation_time": slowest, "effective_draws": min(total / slowest, averaged)}
     found["between_chain_share"] = between_chain_share(train)
     found["drift"] = drift(sample.healthy_mean_loss)
     found["runaway"] = runaway(sample, config, manifest)
@@ -470,11 +476,12 @@ def _verdict(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, A
 
 def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> str:
     if level == "good":
-        effective = found["effective_draws"]
+        effective, halves = found["effective_draws"], found["agreement"]["halves"]
         return (
             f"good: {effective:.0f} effective draws (± {effective**-0.5:.2f} on a correlation), "
             f"R-hat {max(found['losses']['r_hat'], found['products']['r_hat']):.2f}, "
-            f"halves of the draws rank alike ({found['agreement']['halves']['spearman']:.2f})"
+            f"halves of the draws agree (Spearman {halves['spearman']:.2f}, {halves['top_overlap']:.0%} of the top "
+            f"{found['agreement']['top']})"
         )
     worst = next(reason for reason in reasons if reason.level == level)
     opening = "doubtful" if level == "doubtful" else "these scores are not reliable"
@@ -511,10 +518,10 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
     if "unknown" in found:
         yield _without_traces(found)
         return
-    # What an unstable chain lacks is a smaller step: neither burn-in nor thinning would help it.
+    # What an unstable chain lacks is a smaller step: neither burn-in nor thinning nor more draws would help it.
     if not unstable:
         yield from _too_short(config, found)
-    yield from _disagreement(config, found)
+        yield from _disagreement(config, found)
     if chains == 1:
         yield Reason(
             "doubtful",
@@ -637,19 +644,29 @@ def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
     for name, what in (("halves", "the first and the last half of the draws"), ("chains", "two halves of the chains")):
         between = found["agreement"][name]
         rank, overlap = between["spearman"], between["top_overlap"]
-        if rank is None or rank >= AGREEMENT_DOUBTFUL:
+        if rank is None:
             continue
         # Where most scores are near 0 their order is noise, and the few that are not may be sure all the same.
-        level: Level = "unreliable" if max(rank, overlap) < AGREEMENT_UNRELIABLE else "doubtful"
-        factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - rank) / max(rank, 0.02)
-        enough = found["effective_draws"] is not None and found["effective_draws"] >= ENOUGH_DRAWS
+        chance = found["agreement"]["top"] / found["agreement"]["examples"]
+        agreed = max(rank, (overlap - chance) / (1 - chance))
+        if agreed >= AGREEMENT_DOUBTFUL:
+            continue
+        level: Level = "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful"
+        # Spearman and Brown's formula again: how many times the draws would bring a half up to the threshold.
+        factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
+        if found["effective_draws"] is None or found["effective_draws"] < ENOUGH_DRAWS:
+            advice = "get more effective draws"
+        elif factor > MOST_TIMES_THE_DRAWS:
+            advice = "their scores hardly differ: lower --localization, or move other --weights, rather than draw more"
+        else:
+            advice = f"raise --draws to about {_two_digits(config['draws'] * factor)}"
         yield Reason(
             level,
             "scores disagree",
             rank,
             f"{what} rank training examples differently (Spearman {rank:.2f}; {overlap:.0%} of the top "
             f"{found['agreement']['top']} in common)",
-            f"raise --draws to about {_two_digits(config['draws'] * factor)}" if enough else "get more effective draws",
+            advice,
         )
         return
 

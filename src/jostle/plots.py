@@ -51,7 +51,7 @@ def draw(found: Mapping[str, Any], sample: Sample, config: Mapping[str, Any], pa
     figure = Figure(figsize=(12, 8), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=[1.1, 1])
     verdict = found["verdict"]
-    figure.suptitle(_wrapped(verdict["summary"]), color=LEVEL_COLOURS[verdict["level"]], fontsize=13, fontweight="bold")
+    figure.suptitle(_wrapped(verdict["summary"]), color=LEVEL_COLOURS[verdict["level"]], fontsize=12, fontweight="bold")
     _losses(figure.add_subplot(grid[0, :]), sample, config, found)
     panels = [figure.add_subplot(grid[1, column]) for column in range(3)]
     if len(sample.chains) and sample.train.shape[1] >= FEWEST_DRAWS:
@@ -68,7 +68,7 @@ def draw(found: Mapping[str, Any], sample: Sample, config: Mapping[str, Any], pa
 def _wrapped(text: str) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(text, 105))
+    return "\n".join(textwrap.wrap(text, 115))
 
 
 def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:

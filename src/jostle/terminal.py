@@ -111,11 +111,11 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "drift of the mean loss", f"{moved['change']:+.2g} nats, {moved['standard_errors']:+.1f} standard errors"
     if found.get("between_chain_share") is not None:
         yield "variance between chains", f"{found['between_chain_share']:.2%}"
-    for name, title in (("halves", "halves of the draws"), ("chains", "halves of the chains")):
+    for name, title in (("halves", "halves of draws"), ("chains", "halves of chains")):
         both = found.get("agreement", {}).get(name, {})
         if both.get("spearman") is not None:
             top = f"{both['top_overlap']:.0%} of the top {found['agreement']['top']} in common"
-            yield f"scores from {title}", f"Spearman {both['spearman']:.2f}, {top}"
+            yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
     for remark in found["remarks"]:
         yield "remark", remark
 
