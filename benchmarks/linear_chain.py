@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import scipy.linalg
@@ -48,10 +49,14 @@ class Minibatches:
         spread = self.gradients - self.gradients.mean(0)
         return self.scale * spread.T @ spread / len(spread)
 
-    @property
-    def deviations(self) -> np.ndarray:
-        """Hᵢ − H̄."""
-        return self.hessians - self.hessians.mean(0)
+    @cached_property
+    def curvature(self) -> np.ndarray:
+        """c·mean((Hᵢ − H̄) ⊗ (Hᵢ − H̄)), which takes the covariance of weights, as a vector, to that of e."""
+        deviations = self.hessians - self.hessians.mean(0)
+        d = deviations.shape[1]
+        flat = deviations.reshape(len(deviations), -1)
+        products = (self.scale / len(flat) * flat.T @ flat).reshape(d, d, d, d)
+        return products.transpose(0, 2, 1, 3).reshape(d * d, d * d)
 
     def __call__(self, weights: Tensor, generator: torch.Generator) -> Tensor:
         """Draw a minibatch for every chain."""
@@ -106,14 +111,13 @@ class LinearChain:
             return scipy.linalg.solve_discrete_lyapunov(self.M, constant)
         constant = constant + self.K @ noise.constant @ self.K.T
         pick = np.eye(self.weights, len(self.M))
-        operator = np.kron(self.M, self.M)
-        for deviation in noise.deviations:
-            through = self.K @ deviation @ pick
-            operator = operator + noise.scale / len(noise.deviations) * np.kron(through, through)
-        if np.abs(np.linalg.eigvals(operator)).max() >= 1:
-            raise ValueError("the noise of the minibatches makes the covariance grow without bound")
+        operator = np.kron(self.M, self.M) + np.kron(self.K, self.K) @ noise.curvature @ np.kron(pick, pick)
         size = len(self.M)
-        return np.linalg.solve(np.eye(size * size) - operator, constant.ravel()).reshape(size, size)
+        covariance = np.linalg.solve(np.eye(size * size) - operator, constant.ravel()).reshape(size, size)
+        # Beyond the stable step the equation still has a solution, but none that is a covariance.
+        if np.linalg.eigvalsh(covariance)[0] < -1e-9 * np.abs(covariance).max():
+            raise ValueError("the noise of the minibatches makes the covariance grow without bound")
+        return covariance
 
     def weight_covariance(self, noise: Minibatches | None = None) -> np.ndarray:
         return self.stationary(noise)[: self.weights, : self.weights]
