@@ -140,7 +140,7 @@ def test_a_step_just_below_the_stable_one_is_too_hot() -> None:
 def test_tiny_steps_without_thinning_have_hardly_left(burn_in: int) -> None:
     for found in judge(0.01 / LARGEST, thin=1, burn_in=burn_in):
         assert found["verdict"]["level"] == "unreliable"
-        assert found["verdict"]["summary"].startswith("these scores are not reliable: chains have hardly left w*: they")
+        assert found["verdict"]["summary"].startswith("these scores are not reliable: chains have hardly left w*: ")
         assert {"few effective draws", "chains disagree"} <= kinds(found)
         assert found["effective_draws"] < 25
 

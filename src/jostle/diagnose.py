@@ -632,9 +632,9 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
             "unreliable",
             "hardly left w*",
             steps / memory,
-            f"chains have hardly left w*: they took {steps} steps, and where the loss is flat forgetting takes "
-            f"2/(step size · localization) = {memory:.3g}",
-            f"raise --thin to about {_two_digits(memory)}, or take longer steps if those are stable",
+            f"chains have hardly left w*: {steps} steps, and forgetting it takes up to 2/(step size · localization) = "
+            f"{memory:.3g}",
+            f"raise --thin to about {_two_digits(memory)}, or take longer steps",
         )
     yield from reasons
 
