@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from typing import Any
 
@@ -36,7 +37,9 @@ def assert_the_same(
     sequences = [{"input_ids": generator.integers(1, 90, size=length).tolist()} for length in lengths]
     data = Data(sequences, "train", device=torch.device(device))
     moving = MovingWeights(model, weights)
-    plain = FunctionalModel(model, moving)
+    # A model of its own, which nothing is done to.
+    untouched = copy.deepcopy(model)
+    plain = FunctionalModel(untouched, MovingWeights(untouched, weights))
     observer = Observer(plain, loss, data, 8)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     required = [parameter.requires_grad for parameter in model.parameters()]
@@ -48,7 +51,6 @@ def assert_the_same(
         noise = torch.Generator(device).manual_seed(0)
         chain = moving.center[None].clone()
         for _ in range(3):
-            # Plain first: it works on the model's own parameters wherever they do not move.
             chain += 0.01 * torch.randn(chain.shape, device=device, generator=noise)
             chosen = [generator.choice(np.arange(2, 6), 3, replace=False)]
             for one, two in (
