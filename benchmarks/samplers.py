@@ -134,7 +134,7 @@ def measured(problem: Problem, sampler: Sampler, noise: Minibatches | None, thin
     ).numpy()
     moments = np.einsum("cta,ctb->cab", weights, weights) / DRAWS
     mean, P = moments.mean(0), problem.products
-    error = np.mean([_size(P, moment - mean) for moment in moments]) * CHAINS / (CHAINS - 1)
+    error = float(np.mean([_size(P, moment - mean) for moment in moments])) * CHAINS / (CHAINS - 1)
     return {
         "distance": problem.distance(mean),
         "distance_error": float(np.sqrt(error / CHAINS / _size(P, mean))),
