@@ -79,9 +79,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-kronfluence = pytest.mark.skipif(
-    importlib.util.find_spec("kronfluence") is None, reason="kronfluence is not installed"
-)
+kronfluence = pytest.mark.skipif(importlib.util.find_spec("kronfluence") is None, reason="kronfluence is not installed")
 
 
 @kronfluence
