@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from benchmarks.environment import write_record
 
 from jostle.demo import language, recovery
@@ -35,15 +34,17 @@ def main() -> None:
     parser.add_argument("--settings", default=None, help="n_beta,localization,step·localization;...")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--draws", type=int, default=language.DRAWS)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", type=Path, default=RECORD)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    with language.one_core():
+        measure(parser.parse_args())
+
+
+def measure(arguments: argparse.Namespace) -> None:
     language.MODEL = arguments.model
     model, tokenizer = language.load()
     examples = language.observed(tokenizer, seed=arguments.corpus)
     record: dict[str, Any] = {
-        "corpus seed": arguments.corpus, "threads": arguments.threads, "words": len(recovery.WORDS),
+        "corpus seed": arguments.corpus, "cores used": 1, "words": len(recovery.WORDS),
         "texts": {name: len(part) for name, part in examples.items()},
         "draws": f"{language.CHAINS} chains × {arguments.draws}, burn-in {language.BURN_IN}, thin {language.THIN}, "
         f"batch {language.BATCH_SIZE}",

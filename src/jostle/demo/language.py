@@ -217,7 +217,7 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     stdout, stderr = Console(highlight=False), Console(stderr=True)
     model, tokenizer = load()
     examples = observed(tokenizer)
-    with _threads():
+    with one_core():
         run = sample(model, examples, out=out / "run", seed=seed, progress=stderr.is_terminal)
         scores = recovery.posterior_correlation(run)
         results = compare(run, model, examples)
@@ -229,14 +229,21 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
 
 
 @contextlib.contextmanager
-def _threads() -> Iterator[None]:
-    """Compute on two cores at most: these matrices are too small to share among more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, before))
+def one_core() -> Iterator[None]:
+    """Compute on one core: these matrices are too small to share, and two threads mostly wait for each other.
+
+    oneDNN goes by itself on ARM, where it uses every core whatever PyTorch is told; on a busy machine of two cores
+    sampling took five times as long with it.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    before = torch.get_num_threads(), mkldnn.enabled
+    torch.set_num_threads(1)
+    mkldnn.enabled = False
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        mkldnn.enabled = before[1]
 
 
 def _report(
