@@ -30,9 +30,8 @@ from benchmarks.environment import write_record
 from torch import nn
 
 import jostle
+from jostle.attributors import gradient_similarity
 from jostle.data import Data
-from jostle.functional import FunctionalModel, eval_mode
-from jostle.weights import MovingWeights
 
 RECORD = Path(__file__).parent / "records" / "same_document.json"
 WEIGHTS = "attention"
@@ -74,23 +73,6 @@ def bm25(train: list[list[int]], query: list[list[int]], k1: float = 1.5, b: flo
 def overlap(train: list[list[int]], query: list[list[int]]) -> np.ndarray:
     """Share of distinct tokens in common (Jaccard)."""
     return np.array([[len(set(a) & set(b)) / len(set(a) | set(b)) for b in query] for a in train])
-
-
-def gradient_similarity(model: nn.Module, train: list[Any], query: list[Any]) -> dict[str, np.ndarray]:
-    """Dot product and cosine of per-sequence gradients, with respect to the weights that move."""
-    moving = MovingWeights(model, WEIGHTS)
-    functional = FunctionalModel(model, moving)
-    with eval_mode(model):
-        left, right = (
-            torch.cat([
-                functional.mean_loss_gradient(jostle.losses.next_token(), moving.center[None], data, [np.array([i])])
-                for i in range(len(data))
-            ])
-            for data in (Data(part, "train", device=functional.device) for part in (train, query))
-        )  # fmt: skip
-    dot = left @ right.T
-    cosine = dot / left.norm(dim=1)[:, None] / right.norm(dim=1)[None]
-    return {"gradient dot product": dot.cpu().numpy(), "gradient cosine": cosine.cpu().numpy()}
 
 
 def fine_tune(model: nn.Module, sequences: list[Any], epochs: int) -> list[float]:
@@ -177,8 +159,11 @@ def main() -> None:
         "BM25": summary(bm25(firsts, seconds_)),
         "token overlap": summary(overlap(firsts, seconds_)),
     }
-    for name, scores in gradient_similarity(model, train, query).items():
-        table[name] = summary(scores)
+    for cosine in (False, True):
+        scores = gradient_similarity(
+            model, train, query, loss=jostle.losses.next_token(), weights=WEIGHTS, cosine=cosine
+        )
+        table[scores.method] = summary(-scores.values)
     for name, row in table.items():
         print(f"{name:60} {row['mean_reciprocal_rank']:.3f} ± {row['standard_error']:.3f}", flush=True)
     settings = [(30.0, 3e5), (30.0, 3e4), (30.0, 3e3), (0.0, 3e3), (30.0, 1e4), (0.0, 1e4)]

@@ -806,8 +806,8 @@ def main() -> None:
     for where, pairs in everyone.items():
         for name, scores in cooccurrence(corpus, pairs, evaluation).items():
             baselines[f"{name}, {where}"] = evaluation.summary(scores)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    unit = F.normalize(embedding.weight.detach(), dim=1).cpu().numpy()
+    network: Any = model
+    unit = F.normalize(network.get_input_embeddings().weight.detach(), dim=1).cpu().numpy()
     by_side = {
         name: unit[np.concatenate([kind.words[language] for language in LANGUAGES])] for name, kind in types.items()
     }

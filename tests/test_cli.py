@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 import struct
@@ -115,8 +116,8 @@ def test_failed_chain_is_a_warning_line_and_exit_code_3(monkeypatch):
 
 
 def test_missing_extra_is_named(monkeypatch, tmp_path):
-    find_spec = images.importlib.util.find_spec
-    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find_spec(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find_spec(name))
     result = CliRunner().invoke(cli.app, ["demo", "images", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert result.stderr == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import struct
 from collections import Counter
@@ -323,10 +324,8 @@ def test_gradient_similarity_is_that_of_single_tokens():
 
 
 def test_missing_extra_is_named(monkeypatch, tmp_path):
-    find_spec = language.importlib.util.find_spec
-    monkeypatch.setattr(
-        language.importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
-    )
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
     result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert result.stderr == (

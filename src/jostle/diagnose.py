@@ -393,12 +393,11 @@ def half_scores(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         halves["halves"] = (np.s_[:, : draws // 2], np.s_[:, draws - draws // 2 :])
     if chains >= 2 and draws >= 2:
         halves["chains"] = (np.s_[: chains // 2], np.s_[chains - chains // 2 :])
-    return {
-        name: tuple(
-            covariance(sample.train[half], sample.other[half], normalize=True, device="cpu").values for half in pair
-        )
-        for name, pair in halves.items()
-    }  # type: ignore[return-value]
+
+    def scores(half: Any) -> np.ndarray:
+        return covariance(sample.train[half], sample.other[half], normalize=True, device="cpu").values
+
+    return {name: (scores(one), scores(other)) for name, (one, other) in halves.items()}
 
 
 def agreement(sample: Sample) -> dict[str, Any]:

@@ -61,16 +61,16 @@ def choose(
         compile = seconds > WORTH_COMPILING
         if on_gpu:
             log.info("about %.0f s of sampling: %s compiling", seconds, "worth" if compile else "not worth")
-    return Execution(compiled=compile and _compile(alone, config))
+    return Execution(compiled=compile and _compile(alone))
 
 
-def prepare(execution: Execution, dynamics: Dynamics, config: Config) -> None:
+def prepare(execution: Execution, dynamics: Dynamics) -> None:
     """Make chains that run one after another run in the way that was chosen."""
     model = dynamics.model
     if not isinstance(model, InPlace):
         return
     if execution.compiled and not model.compiled:
-        _compile(dynamics, config)
+        _compile(dynamics)
     if model.device.type == "cuda":
         model.replay()
         _probe(dynamics, 1)
@@ -102,7 +102,7 @@ def _estimate(dynamics: Dynamics, config: Config, chains: int) -> float:
     return -(-config.chains // chains) * (config.draws * observation + config.steps[-1] * step)
 
 
-def _compile(dynamics: Dynamics, config: Config) -> bool:
+def _compile(dynamics: Dynamics) -> bool:
     """Compile model and step where that works and changes nothing but rounding; say so where it does not."""
     model = dynamics.model
     assert isinstance(model, InPlace)

@@ -75,7 +75,7 @@ class _Differentiable(torch.autograd.Function):
         return _backward(hidden, weight, bias, targets, logsumexp, gradient, context.scale, context.cap), *[None] * 5
 
 
-def _tiles(rows: int, vocabulary: int, width: int, tile: dict[str, int]) -> tuple[tuple[int, int], int]:
+def _tiles(rows: int, vocabulary: int, tile: dict[str, int]) -> tuple[tuple[int, int], int]:
     """The grid, and how many words a program goes through: the vocabulary is split where there are few rows."""
     row_tiles, word_tiles = triton.cdiv(rows, tile["BM"]), triton.cdiv(vocabulary, tile["BV"])
     splits = max(1, min(word_tiles, PROGRAMS // row_tiles))
@@ -94,7 +94,7 @@ def _forward(hidden, weight, bias, targets, scale, cap) -> tuple[Tensor, Tensor]
         if one_block
         else {"BM": 128, "BV": 256, "BD": 64, "num_warps": 8, "num_stages": 3}
     )
-    grid, words = _tiles(rows, vocabulary, width, tile)
+    grid, words = _tiles(rows, vocabulary, tile)
     largest, total, own = (torch.empty(grid[1], rows, device=hidden.device, dtype=torch.float32) for _ in range(3))
     _linear_cross_entropy[grid](
         hidden, weight, weight if bias is None else bias, targets, largest, total, own,
@@ -111,7 +111,7 @@ def _backward(hidden, weight, bias, targets, logsumexp, gradient, scale, cap) ->
     rows, width = hidden.shape
     vocabulary = weight.shape[0]
     tile = {"BM": 64, "BV": 128, "BD": max(16, triton.next_power_of_2(width)), "num_warps": 8, "num_stages": 2}
-    grid, words = _tiles(rows, vocabulary, width, tile)
+    grid, words = _tiles(rows, vocabulary, tile)
     parts = torch.empty(grid[1], rows, width, device=hidden.device, dtype=torch.float32)
     _linear_cross_entropy_backward[grid](
         hidden, weight, weight if bias is None else bias, targets, logsumexp, gradient, parts,

@@ -258,7 +258,7 @@ def attribute(
                     manifest["execution"] = execution.to_dict()
                     write_manifest(directory, manifest)
                 dynamics = alone if together is None or execution.chains_at_once == 1 else together
-                prepare(execution, dynamics, config)
+                prepare(execution, dynamics)
                 recorder: Recorder
                 if keep == "traces":
                     recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from jostle.errors import InputError
+from jostle.demo import require_packages
 from jostle.posterior import Posterior
 from jostle.run import Run
 from jostle.samplers import SGLD
@@ -84,7 +83,7 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     Raises:
         InputError: the packages of the extra ``demo`` are missing, or ``out`` holds something else.
     """
-    _require_extra()
+    require_packages("sklearn", "matplotlib")
     stdout, stderr = Console(highlight=False), Console(stderr=True)
     show_progress = stderr.is_terminal
     train_set, test_set = load_digits(seed)
@@ -126,17 +125,6 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     accuracy = (logits.argmax(1) == test_set.labels).double().mean().item()
     _report(stdout, run, queries, train_set, accuracy, picture)
     return run
-
-
-def _require_extra() -> None:
-    missing = [package for package in ("sklearn", "matplotlib") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(
-            "demo",
-            got=f"no {' and no '.join(missing)}",
-            expected="the packages of the extra 'demo'",
-            fix="pip install 'jostle[demo]'",
-        )
 
 
 @contextlib.contextmanager

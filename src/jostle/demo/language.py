@@ -7,7 +7,6 @@ The model that is shipped here read sentences in English and French, with their 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Line
 
-from jostle.demo import bilingual, recovery
+from jostle.demo import bilingual, recovery, require_packages
 from jostle.demo.bilingual import LEXICON, Text
 from jostle.demo.recovery import Recovery
-from jostle.errors import InputError
 from jostle.losses import next_token
 from jostle.posterior import Posterior
 from jostle.run import Run
@@ -106,23 +104,12 @@ def choose(texts: Sequence[Text], count: int) -> list[Text]:
 
 def load() -> tuple[Any, Any]:
     """Return the shipped model and its tokenizer."""
-    _require_extra()
+    require_packages("transformers", "matplotlib")
     import transformers
 
     transformers.logging.disable_progress_bar()
     auto: Any = transformers.AutoModelForCausalLM
     return auto.from_pretrained(MODEL, dtype=torch.float32), transformers.AutoTokenizer.from_pretrained(MODEL)
-
-
-def _require_extra() -> None:
-    missing = [package for package in ("transformers", "matplotlib") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(
-            "demo",
-            got=f"no {' and no '.join(missing)}",
-            expected="the packages of the extra 'demo'",
-            fix="pip install 'jostle[demo]'",
-        )
 
 
 def read(texts: Sequence[Text], tokenizer: Any, *, answers_alone: bool = False) -> list[Example]:
