@@ -155,3 +155,26 @@ def test_linear_cross_entropy(rows: int, width: int, words: int, biased: bool, s
         losses = linear_cross_entropy(hidden, weight, bias if biased else None, targets, scale=scale, cap=cap)
         (found,) = torch.autograd.grad((upstream * losses).sum(), hidden)
         assert (found - expected).norm() <= 0.01 * expected.norm()  # rounded to bfloat16
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_weights_are_written_once_and_never_too_late(device: str) -> None:
+    """The model follows its chain whenever that moves, by a compiled step too."""
+    model = tiny("llama").to(device)
+    moving = MovingWeights(model, "attention")
+    data = Data([list(range(1, 9)), list(range(20, 30))], "train", device=torch.device(device))
+    loss = jostle.losses.next_token()
+    untouched = copy.deepcopy(model)
+    plain = FunctionalModel(untouched, MovingWeights(untouched, "attention"))
+    observer = Observer(plain, loss, data, 2)
+    move = torch.compile(lambda weights: weights.add_(0.01), backend="aot_eager")
+    with InPlace(model, moving) as fast:
+        chain = moving.center[None].clone()
+        for step in range(4):
+            move(chain) if step % 2 else chain.mul_(1.01)
+            torch.autograd.graph.increment_version(chain)
+            for _ in range(2):
+                seen = observer(fast, chain)
+                assert (seen - observer(plain, chain)).norm() <= 2e-5 * seen.norm()
+        other = chain + 0.1
+        assert (observer(fast, other) - observer(plain, other)).norm() <= 2e-5 * seen.norm()

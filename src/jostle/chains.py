@@ -138,6 +138,7 @@ class Dynamics:
         for part, noise in blocks:
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
             after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+        torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
         # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
         group.statistics = {name: before[name] if self._per_weight(before[name]) else after[name] for name in before}
         group.step += 1

@@ -19,8 +19,8 @@ from jostle.in_place import InPlace
 
 log = logging.getLogger("jostle")
 
-WORTH_COMPILING = 120.0
-"""A run that would take more seconds than this on a GPU is compiled: compiling takes some tens of them."""
+WORTH_COMPILING = 240.0
+"""A run that would take more seconds than this on a GPU is compiled: that saves a fifth of them, and takes about 50."""
 
 
 @dataclass

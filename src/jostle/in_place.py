@@ -28,6 +28,9 @@ log = logging.getLogger("jostle")
 LENGTH_STEP = 16
 """Minibatches of sequences are padded to a multiple of this on a GPU, so that few shapes are recorded."""
 
+TUNING = {"coordinate_descent_tuning": True}
+"""How to compile: as shipped, kernels that only pass over memory reach half of its speed."""
+
 
 class InPlace(FunctionalModel):
     """The model, lent for sampling: a context manager that gives it back as it was.
@@ -46,6 +49,7 @@ class InPlace(FunctionalModel):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [parameters[name] for name in moving.names]
         self._placed: list[Tensor] = []
+        self._placed_version: int | None = None
         self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
@@ -85,7 +89,7 @@ class InPlace(FunctionalModel):
         moving_blocks = self._prefix.blocks[len(self._prefix.frozen) :]
         self._compiled = [] if backend is None else (moving_blocks or [self.model])
         for module in self._compiled:
-            module.compile(backend=backend)
+            module.compile(backend=backend, options=TUNING if backend == "inductor" else None)
 
     @property
     def compiled(self) -> bool:
@@ -102,9 +106,12 @@ class InPlace(FunctionalModel):
         """Write one chain's weights over the parameters."""
         if not self._placed or self._placed[0].data_ptr() != flat.data_ptr():
             parts = zip(flat.split(self.moving.sizes), self.moving.shapes, strict=True)
-            self._placed = [part.view(shape) for part, shape in parts]
-        with torch.no_grad():
-            torch.ops.aten._foreach_copy_(self._parameters, self._placed)
+            self._placed, self._placed_version = [part.view(shape) for part, shape in parts], None
+        # Every operation in place counts a tensor's version up: the same weights are written once.
+        if self._placed_version != flat._version:
+            with torch.no_grad():
+                torch.ops.aten._foreach_copy_(self._parameters, self._placed)
+            self._placed_version = flat._version
 
     @torch.no_grad()
     def evaluate(

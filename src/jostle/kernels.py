@@ -14,33 +14,27 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # a PyTorch without CUDA comes without it
     triton = None
 
 NARROW = 128
 """The widest hidden states that are kept in registers as a whole."""
 
-PROGRAMS = 264
-"""About how many programs keep a large GPU busy; the vocabulary is split among them where there are few rows."""
+CHUNK_BYTES = 256 << 20
+"""About how much memory the half-precision logits of the rows computed together take on the way back."""
 
 
 def can_score(hidden: Tensor, head: object) -> bool:
-    """Whether `linear_cross_entropy` takes this unembedding: an ordinary one, in half precision.
-
-    With gradients, only where they stop at the hidden states and those are narrow: a wide model's time goes into matrix
-    products, which libraries do better.
-    """
+    """Whether `linear_cross_entropy` takes this unembedding: an ordinary one, in half precision, that does not move."""
     return (
         triton is not None
         and hidden.is_cuda
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and type(head) is torch.nn.Linear
-        and head.weight.dtype == hidden.dtype
+        and (head.weight.dtype == hidden.dtype or torch.is_autocast_enabled("cuda"))
         and head.weight.is_contiguous()
-        and (
-            not torch.is_grad_enabled()
-            or (hidden.shape[1] <= NARROW and not any(value.requires_grad for value in head.parameters()))
-        )
+        and not (torch.is_grad_enabled() and any(value.requires_grad for value in head.parameters()))
     )
 
 
@@ -54,6 +48,7 @@ def linear_cross_entropy(
     cap: float | None = None,
 ) -> Float[Tensor, " row"]:
     """Return −log softmax(c·tanh(scale·(Wh + b)/c))[target] of each row, in float32; without a cap c, no tanh."""
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     if torch.is_grad_enabled() and hidden.requires_grad:
         return _Differentiable.apply(hidden, weight, bias, targets, scale, cap)
     return _forward(hidden, weight, bias, targets, scale, cap)[0]
@@ -72,15 +67,30 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         hidden, weight, bias, targets, logsumexp = context.saved_tensors
-        return _backward(hidden, weight, bias, targets, logsumexp, gradient, context.scale, context.cap), *[None] * 5
+        way = _backward_narrow if hidden.shape[1] <= NARROW else _backward_wide
+        return way(hidden, weight, bias, targets, logsumexp, gradient, context.scale, context.cap), *[None] * 5
 
 
-def _tiles(rows: int, vocabulary: int, tile: dict[str, int]) -> tuple[tuple[int, int], int]:
-    """The grid, and how many words a program goes through: the vocabulary is split where there are few rows."""
+def _tiles(rows: int, vocabulary: int, tile: dict[str, int], processors: int) -> tuple[tuple[int, int], int]:
+    """The grid, and how many words a program goes through.
+
+    The vocabulary is split so that programs come in whole rounds: half a round takes as long as a whole one.
+    """
     row_tiles, word_tiles = triton.cdiv(rows, tile["BM"]), triton.cdiv(vocabulary, tile["BV"])
-    splits = max(1, min(word_tiles, PROGRAMS // row_tiles))
-    words = triton.cdiv(word_tiles, splits) * tile["BV"]
+    # A program that goes through few words spends its time on beginning.
+    most = max(1, min(word_tiles // 8, 2 * processors // row_tiles + 8))
+    words, best = vocabulary, 0.0
+    for splits in range(1, most + 1):
+        length = triton.cdiv(word_tiles, splits)
+        programs = row_tiles * triton.cdiv(word_tiles, length)
+        busy = row_tiles * word_tiles / (triton.cdiv(programs, processors) * processors * length)
+        if busy > 1.02 * best:
+            words, best = length * tile["BV"], busy
     return (row_tiles, triton.cdiv(vocabulary, words)), words
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _forward(hidden, weight, bias, targets, scale, cap) -> tuple[Tensor, Tensor]:
@@ -90,28 +100,36 @@ def _forward(hidden, weight, bias, targets, scale, cap) -> tuple[Tensor, Tensor]
     vocabulary = weight.shape[0]
     one_block = width <= NARROW
     tile = (
-        {"BM": 128, "BV": 128, "BD": max(16, triton.next_power_of_2(width)), "num_warps": 8, "num_stages": 3}
+        {"BM": 128, "BV": 64, "BD": max(16, triton.next_power_of_2(width)), "num_warps": 8, "num_stages": 3}
         if one_block
         else {"BM": 128, "BV": 256, "BD": 64, "num_warps": 8, "num_stages": 3}
     )
-    grid, words = _tiles(rows, vocabulary, tile)
-    largest, total, own = (torch.empty(grid[1], rows, device=hidden.device, dtype=torch.float32) for _ in range(3))
+    # From Hopper on, tiles can be fetched by the memory unit itself, which leaves the rest of a program free.
+    fetched = not one_block and hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) >= (9, 0)
+    fetched = fetched and width * hidden.element_size() % 16 == 0
+    states, vectors = (
+        TensorDescriptor.from_tensor(tensor, [rows_of_tile, tile["BD"]]) if fetched else tensor
+        for tensor, rows_of_tile in ((hidden, tile["BM"]), (weight, tile["BV"]))
+    )
+    grid, words = _tiles(rows, vocabulary, tile, _processors(hidden.device))
+    parts = torch.empty(grid[1], rows, device=hidden.device, dtype=torch.float32)
+    own = torch.empty(rows, device=hidden.device, dtype=torch.float32)
     _linear_cross_entropy[grid](
-        hidden, weight, weight if bias is None else bias, targets, largest, total, own,
-        rows, vocabulary, width, words, scale, cap or 1.0,
-        BIASED=bias is not None, CAPPED=cap is not None, ONE_BLOCK=one_block, EVEN=width % tile["BD"] == 0, **tile,
+        hidden, weight, states, vectors, weight if bias is None else bias, targets, parts, own,
+        rows, vocabulary, width, words, scale, cap or 1.0, BIASED=bias is not None, CAPPED=cap is not None,
+        ONE_BLOCK=one_block, FETCHED=fetched, EVEN_WIDTH=width % tile["BD"] == 0, EVEN_WORDS=vocabulary % tile["BV"] == 0, **tile,
     )  # fmt: skip
-    logsumexp = (largest + total.log())[0] if grid[1] == 1 else torch.logsumexp(largest + total.log(), dim=0)
-    return logsumexp - own.sum(0), logsumexp
+    logsumexp = parts[0] if grid[1] == 1 else torch.logsumexp(parts, dim=0)
+    return logsumexp - own, logsumexp
 
 
-def _backward(hidden, weight, bias, targets, logsumexp, gradient, scale, cap) -> Tensor:
+def _backward_narrow(hidden, weight, bias, targets, logsumexp, gradient, scale, cap) -> Tensor:
     """The gradient for the hidden states: Wᵀ(softmax − one-hot) of each row, times its loss's gradient."""
     hidden, targets, gradient = hidden.contiguous(), targets.contiguous(), gradient.float().contiguous()
     rows, width = hidden.shape
     vocabulary = weight.shape[0]
-    tile = {"BM": 64, "BV": 128, "BD": max(16, triton.next_power_of_2(width)), "num_warps": 8, "num_stages": 2}
-    grid, words = _tiles(rows, vocabulary, tile)
+    tile = {"BM": 64, "BV": 128, "BD": max(16, triton.next_power_of_2(width)), "num_warps": 4, "num_stages": 3}
+    grid, words = _tiles(rows, vocabulary, tile, _processors(hidden.device))
     parts = torch.empty(grid[1], rows, width, device=hidden.device, dtype=torch.float32)
     _linear_cross_entropy_backward[grid](
         hidden, weight, weight if bias is None else bias, targets, logsumexp, gradient, parts,
@@ -120,62 +138,124 @@ def _backward(hidden, weight, bias, targets, logsumexp, gradient, scale, cap) ->
     return parts.sum(0).to(hidden.dtype)
 
 
+def _backward_wide(hidden, weight, bias, targets, logsumexp, gradient, scale, cap) -> Tensor:
+    """The same for wide states, whose time goes into matrix products, which libraries do best: a chunk at a time."""
+    targets, gradient = targets.contiguous(), gradient.float().contiguous()
+    vocabulary = weight.shape[0]
+    chunk = max(1, CHUNK_BYTES // (vocabulary * hidden.element_size()))
+    result = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        logits = torch.nn.functional.linear(hidden[part], weight, bias)
+        grid = (len(logits), triton.cdiv(vocabulary, 2048))
+        _softmax_difference[grid](
+            logits, targets[part], logsumexp[part], gradient[part], vocabulary, scale, cap or 1.0,
+            CAPPED=cap is not None, BV=2048, num_warps=8,
+        )  # fmt: skip
+        torch.mm(logits, weight, out=result[part])
+    return result
+
+
 if triton is not None:
+    LOG2_E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
     def _linear_cross_entropy(
-        hidden, weight, bias, targets, largest_out, total_out, own_out,
+        hidden, weight, states, vectors, bias, targets, logsumexp_out, own_out,
         rows, vocabulary, width, words, scale, cap,
-        BIASED: tl.constexpr, CAPPED: tl.constexpr, ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr,
-        BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+        BIASED: tl.constexpr, CAPPED: tl.constexpr, ONE_BLOCK: tl.constexpr, FETCHED: tl.constexpr,
+        EVEN_WIDTH: tl.constexpr, EVEN_WORDS: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0) * BM + tl.arange(0, BM)
+        # The work on each logit decides the time of narrow states: no masks where nothing needs masking, the scale and
+        # the base of the logarithm folded into one product, and a row's own logit computed apart.
+        first_row = tl.program_id(0) * BM
+        row = first_row + tl.arange(0, BM)
         split = tl.program_id(1)
         inner = tl.arange(0, BD)
         row_exists = row < rows
-        target = tl.load(targets + row, mask=row_exists, other=-1)
+        # Rows beyond the end are read from the last one, and never stored.
+        row_start = hidden + tl.minimum(row, rows - 1)[:, None].to(tl.int64) * width
         largest = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
-        own = tl.zeros((BM,), tl.float32)
-        row_start = hidden + row[:, None].to(tl.int64) * width
+        factor = LOG2_E if CAPPED else LOG2_E * scale
         if ONE_BLOCK:
-            state = tl.load(row_start + inner[None, :], mask=row_exists[:, None] & (inner < width)[None, :], other=0.0)
+            if EVEN_WIDTH:
+                state = tl.load(row_start + inner[None, :])
+            else:
+                state = tl.load(row_start + inner[None, :], mask=(inner < width)[None, :], other=0.0)
         begin = split * words
         end = tl.minimum(begin + words, vocabulary)
-        for first in range(begin, end, BV):
+        # Flattened with the loop inside it, so that the next words are on their way while these are reduced.
+        for first in tl.range(begin, end, BV, flatten=True):
             word = first + tl.arange(0, BV)
-            word_exists = word < end
-            # Words beyond the end are read from the last one, and left out below.
-            word_start = weight + tl.minimum(word, vocabulary - 1)[:, None].to(tl.int64) * width
+            # So are words, which are left out below.
+            place = word if EVEN_WORDS else tl.minimum(word, vocabulary - 1)
+            word_start = weight + place[:, None].to(tl.int64) * width
             logits = tl.zeros((BM, BV), tl.float32)
             if ONE_BLOCK:
-                vector = tl.load(word_start + inner[None, :], mask=(inner < width)[None, :], other=0.0)
+                if EVEN_WIDTH:
+                    vector = tl.load(word_start + inner[None, :])
+                else:
+                    vector = tl.load(word_start + inner[None, :], mask=(inner < width)[None, :], other=0.0)
                 logits = tl.dot(state, vector.T, logits)
             else:
                 for start in range(0, width, BD):
-                    place = start + inner
-                    if EVEN:
-                        state = tl.load(row_start + place[None, :], mask=row_exists[:, None], other=0.0)
-                        vector = tl.load(word_start + place[None, :])
+                    inside = start + inner
+                    if FETCHED:
+                        state = states.load([first_row, start])
+                        vector = vectors.load([first, start])
+                    elif EVEN_WIDTH:
+                        state = tl.load(row_start + inside[None, :])
+                        vector = tl.load(word_start + inside[None, :])
                     else:
-                        inside = (place < width)[None, :]
-                        state = tl.load(row_start + place[None, :], mask=row_exists[:, None] & inside, other=0.0)
-                        vector = tl.load(word_start + place[None, :], mask=inside, other=0.0)
+                        state = tl.load(row_start + inside[None, :], mask=(inside < width)[None, :], other=0.0)
+                        vector = tl.load(word_start + inside[None, :], mask=(inside < width)[None, :], other=0.0)
                     logits = tl.dot(state, vector.T, logits)
             if BIASED:
-                logits += tl.load(bias + tl.minimum(word, vocabulary - 1))[None, :].to(tl.float32)
-            logits *= scale
+                logits += tl.load(bias + place)[None, :].to(tl.float32)
             if CAPPED:
-                logits = cap * (2 * tl.sigmoid(2 * logits / cap) - 1)  # tanh
-            logits = tl.where(word_exists[None, :], logits, float("-inf"))
-            own += tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), axis=1)
-            larger = tl.maximum(largest, tl.max(logits, axis=1))
-            total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger[:, None]), axis=1)
+                logits = cap * (2 * tl.sigmoid(2 * scale / cap * logits) - 1)  # tanh
+            if not EVEN_WORDS:
+                logits = tl.where((word < end)[None, :], logits, float("-inf"))
+            larger = tl.maximum(largest, factor * tl.max(logits, axis=1))
+            total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(factor * logits - larger[:, None]), axis=1)
             largest = larger
-        place = split * rows + row
-        tl.store(largest_out + place, largest, mask=row_exists)
-        tl.store(total_out + place, total, mask=row_exists)
-        tl.store(own_out + place, own, mask=row_exists)
+        tl.store(logsumexp_out + split * rows + row, (largest + tl.log2(total)) / LOG2_E, mask=row_exists)
+        if split == 0:
+            target = tl.load(targets + row, mask=row_exists, other=0)
+            target_start = weight + target[:, None].to(tl.int64) * width
+            own = tl.zeros((BM,), tl.float32)
+            for start in range(0, width, BD):
+                inside = start + inner
+                known = (inside < width)[None, :]
+                left = tl.load(row_start + inside[None, :], mask=known, other=0.0).to(tl.float32)
+                right = tl.load(target_start + inside[None, :], mask=known, other=0.0).to(tl.float32)
+                own += tl.sum(left * right, axis=1)
+            if BIASED:
+                own += tl.load(bias + target).to(tl.float32)
+            own *= scale
+            if CAPPED:
+                own = cap * (2 * tl.sigmoid(2 * own / cap) - 1)
+            tl.store(own_out + row, own, mask=row_exists)
+
+    @triton.jit
+    def _softmax_difference(
+        logits, targets, logsumexp, gradient, vocabulary, scale, cap, CAPPED: tl.constexpr, BV: tl.constexpr
+    ):  # fmt: skip
+        """A loss's gradient for a row's logits, written over them."""
+        row = tl.program_id(0)
+        word = tl.program_id(1) * BV + tl.arange(0, BV)
+        place = logits + row.to(tl.int64) * vocabulary + word
+        target = tl.load(targets + row)
+        normalizer = tl.load(logsumexp + row)
+        upstream = tl.load(gradient + row) * scale
+        values = scale * tl.load(place, mask=word < vocabulary, other=0.0).to(tl.float32)
+        if CAPPED:
+            bent = 2 * tl.sigmoid(2 * values / cap) - 1  # tanh
+            values = cap * bent
+            upstream = upstream * (1 - bent * bent)
+        difference = tl.exp(values - normalizer) - tl.where(word == target, 1.0, 0.0)
+        tl.store(place, (difference * upstream).to(logits.dtype.element_ty), mask=word < vocabulary)
 
     @triton.jit
     def _linear_cross_entropy_backward(

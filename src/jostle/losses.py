@@ -152,6 +152,8 @@ class _NextToken:
         if hidden.is_cuda:
             from jostle.kernels import can_score, linear_cross_entropy
 
+            if torch.is_autocast_enabled("cuda"):
+                hidden = hidden.to(torch.get_autocast_dtype("cuda"))
             if can_score(hidden, head):
                 scale, cap = _scale_and_cap(network.config)
                 return linear_cross_entropy(hidden, head.weight, head.bias, targets, scale=scale, cap=cap)
