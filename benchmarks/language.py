@@ -20,6 +20,8 @@ import jostle
 TRAIN, QUERY, TOKENS, BATCH = 400, 48, 150, 32
 STEP_SIZE, N_BETA, LOCALIZATION = 5e-6, 30.0, 300.0
 WEIGHTS = "attention+mlp"
+DRAWS = [(10, 60), (5, 30), (2, 10)]
+"""Of small, middling and large models: a draw's time is the difference of two runs of so many."""
 WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", "devinterp 2.0.1"]
 
 

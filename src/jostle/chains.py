@@ -91,6 +91,7 @@ class Dynamics:
         self._center = model.moving.center
         self.center_gradient: Float[Tensor, " weight"] | None = None
         self._move: Callable[..., Statistics] = self._step
+        self._pieces = 1
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
 
     def compile_step(self, compiled: bool = True) -> None:
@@ -99,7 +100,9 @@ class Dynamics:
 
     def start(self, chains: list[int]) -> Group:
         """Put chains at w*, at step 0."""
-        weights = self.model.moving.center.repeat(len(chains), 1)
+        moving = self.model.moving
+        weights = torch.empty(len(chains), moving.total, dtype=moving.dtype, device=self.model.device)
+        weights.copy_(moving.center)
         return Group(chains, 0, weights, self.config.sampler.init(weights))
 
     def gradient(self, group: Group) -> Float[Tensor, "chain weight"]:
@@ -116,14 +119,34 @@ class Dynamics:
         batches = [
             randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n) for chain in group.chains
         ]
-        gradient = self.model.mean_loss_gradient(self._potential_loss, group.weights, self._sampling_data, batches)
+        gradient = self._mean_loss_gradient(group.weights, batches)
         if not config.control_variates or config.batch_size >= n:
             return gradient
         assert self.center_gradient is not None
         # A sum of its own before the next call, which may write its gradient over this one.
         controlled = gradient + self.center_gradient
-        centers = self._center.repeat(len(group.chains), 1)
-        return controlled - self.model.mean_loss_gradient(self._potential_loss, centers, self._sampling_data, batches)
+        return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+
+    def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
+        """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
+        while True:
+            try:
+                total: Tensor | None = None
+                for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
+                    part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
+                    if self._pieces == 1:
+                        return part
+                    part = len(pieces[0]) / len(batches[0]) * part.to(weights.dtype)
+                    total = part if total is None else total.add_(part)
+                assert total is not None
+                return total
+            except torch.OutOfMemoryError:
+                if self._pieces >= len(batches[0]):
+                    raise
+            # Only here: an error that is being handled holds on to the memory of what failed.
+            self.model.free_memory()
+            self._pieces = min(2 * self._pieces, len(batches[0]))
+            log.warning("out of memory: minibatches are gone through in %d pieces from here on", self._pieces)
 
     def advance(self, group: Group) -> None:
         """Move a group by one step."""
@@ -150,7 +173,7 @@ class Dynamics:
         self, weights: Tensor, gradient: Tensor, noise: Tensor, statistics: Statistics, center: Tensor, burning_in: bool
     ) -> Statistics:
         """Move a block of weights, and what is known of each of them, in place: one pass over memory if compiled."""
-        potential = self.config.posterior.potential(center)
+        potential = self.config.posterior.potential(center.to(weights.dtype))
         moved, after = self.config.sampler.step(
             weights, gradient.to(weights.dtype), noise, statistics, potential, burning_in=burning_in
         )
@@ -174,7 +197,7 @@ def full_gradient(model: FunctionalModel, loss: Loss, data: Data, batch_size: in
     for start in range(0, len(data), batch_size):
         chosen = np.arange(start, min(start + batch_size, len(data)))
         total += len(chosen) / len(data) * model.mean_loss_gradient(loss, center, data, [chosen])[0]
-    return total.to(center.dtype)
+    return total.to(model.moving.dtype)
 
 
 class Recorder(Protocol):

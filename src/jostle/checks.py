@@ -50,6 +50,13 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
         together = losses(probed)
     except InputError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            what,
+            got=str(error).partition(". ")[0],
+            expected=f"room on the device for the model and {len(probed)} examples",
+            fix="load the model in bfloat16, shorten the examples, or use another device",
+        ) from error
     except Exception as error:  # whatever a user's model or loss may raise
         raise InputError(
             what,

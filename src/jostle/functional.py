@@ -101,6 +101,11 @@ class FunctionalModel:
                 gradients.append(torch.autograd.grad(value, leaf)[0])
         return torch.stack(gradients)
 
+    def free_memory(self) -> None:
+        """Give back what is kept for speed alone, when memory has run out."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def plain_kernels(self) -> contextlib.AbstractContextManager[None]:
         """Do without cuDNN where it has no backward pass."""
         return torch.backends.cudnn.flags(enabled=False) if self._needs_plain_kernels else contextlib.nullcontext()

@@ -8,6 +8,7 @@ put back at the end, whatever happens in between.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Self
@@ -53,9 +54,17 @@ class InPlace(FunctionalModel):
         self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
+        self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
+        self._gradient_parts: list[Tensor] = []
+        self._gradient_missing: set[int] = set()
         self.replayed = 0
 
     def __enter__(self) -> Self:
+        self._own_gradients = [parameter.grad for parameter in self._parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._take_gradient, place))
+            for place, parameter in enumerate(self._parameters)
+        ]
         self._required_gradient = [(value, value.requires_grad) for value in self.model.parameters()]
         # Gradients of weights that do not move would be computed and thrown away.
         moving = {id(parameter) for parameter in self._parameters}
@@ -72,6 +81,10 @@ class InPlace(FunctionalModel):
     def __exit__(self, *error: object) -> None:
         self._place(self.moving.center)
         self._placed = []
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, gradient in zip(self._parameters, self._own_gradients, strict=True):
+            parameter.grad = gradient
         for parameter, values in self._laid_out:
             parameter.data = values
         for parameter, required in self._required_gradient:
@@ -155,10 +168,16 @@ class InPlace(FunctionalModel):
         """Return the gradient of each chain's minibatch loss, in the precision that the model computes in."""
 
         def gradient(batch: Any) -> Tensor:
+            flat = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
+            self._gradient_parts = list(flat.split(self.moving.sizes))
+            self._gradient_missing = set(range(len(self._gradient_parts)))
             with torch.enable_grad(), self.plain_kernels(), self.precision():
                 value = sample_means(loss(self.model, batch), loss, batch).mean()
-                parts = torch.autograd.grad(value, self._parameters, allow_unused=True, materialize_grads=True)
-            return torch.cat([part.reshape(-1) for part in parts])
+            value.backward(inputs=self._parameters)
+            for place in self._gradient_missing:
+                self._gradient_parts[place].zero_()
+            self._gradient_parts = []
+            return flat
 
         gradients = []
         for flat, chosen in zip(weights, indices, strict=True):
@@ -175,6 +194,19 @@ class InPlace(FunctionalModel):
                 self._recorded(key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows)
             )
         return gradients[0][None] if len(gradients) == 1 else torch.stack([part.clone() for part in gradients])
+
+    def _take_gradient(self, place: int, parameter: Tensor) -> None:
+        """Move a parameter's gradient to its place as soon as it is known: all of them are never there twice."""
+        if self._gradient_parts:
+            assert parameter.grad is not None
+            self._gradient_parts[place].copy_(parameter.grad.reshape(-1))
+            self._gradient_missing.discard(place)
+            parameter.grad = None
+
+    def free_memory(self) -> None:
+        """Give back what is kept for speed alone: no more CUDA graphs, each of which holds its working memory."""
+        self._graphs = None
+        super().free_memory()
 
     def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call a function of tensors, from its graph once there is one; good until it is called again."""
@@ -198,6 +230,7 @@ class _Graph:
 
     def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], pool: Any) -> None:
         self._inputs = [value.clone() for value in inputs]
+        self._function = function  # what it reads is at places that nothing else may take
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

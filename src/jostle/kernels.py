@@ -117,7 +117,8 @@ def _forward(hidden, weight, bias, targets, scale, cap) -> tuple[Tensor, Tensor]
     _linear_cross_entropy[grid](
         hidden, weight, states, vectors, weight if bias is None else bias, targets, parts, own,
         rows, vocabulary, width, words, scale, cap or 1.0, BIASED=bias is not None, CAPPED=cap is not None,
-        ONE_BLOCK=one_block, FETCHED=fetched, EVEN_WIDTH=width % tile["BD"] == 0, EVEN_WORDS=vocabulary % tile["BV"] == 0, **tile,
+        ONE_BLOCK=one_block, FETCHED=fetched,
+        EVEN_WIDTH=width % tile["BD"] == 0, EVEN_WORDS=vocabulary % tile["BV"] == 0, **tile,
     )  # fmt: skip
     logsumexp = parts[0] if grid[1] == 1 else torch.logsumexp(parts, dim=0)
     return logsumexp - own, logsumexp

@@ -53,17 +53,54 @@ class Observer:
         order = examples if data.lengths is None else examples[np.argsort(data.lengths[examples], kind="stable")]
         if batch_size is None:
             batch_size = choose_batch_size(model, loss, data, order)
-        self.batch_size = batch_size
-        ends = range(batch_size, len(order), batch_size)
-        self._indices = [_as_range(chosen) for chosen in np.split(order, ends)]
+        losses, counts, places = self._fit(model, order, batch_size)
+        self._columns_in_order: Tensor | None = None
+        if (order != examples).any():
+            columns = _columns_in_order(order, counts if self._entries[0] is not None else np.ones_like(order))
+            self._columns_in_order = torch.from_numpy(columns).to(model.device)
+            if self._entries[0] is not None:
+                counts, places = counts[np.argsort(order)], places[columns]
+        self.center_losses: Float[Tensor, " column"] = self._in_order(losses[None])[0]
+        if self._entries[0] is None:
+            self.columns = Columns(len(examples))
+        else:
+            self.columns = Columns(len(examples), np.concatenate([[0], np.cumsum(counts)]), places)
+        _require_finite(self.center_losses, self.columns, examples, data.name)
+
+    def _fit(
+        self, model: FunctionalModel, order: np.ndarray, batch_size: int
+    ) -> tuple[Float[Tensor, " column"], np.ndarray, np.ndarray]:
+        """`_arrange`, in smaller batches where memory runs out."""
+        while True:
+            try:
+                return self._arrange(model, order, batch_size)
+            except torch.OutOfMemoryError:
+                if batch_size == 1:
+                    raise
+            # Only here: an error that is being handled holds on to the memory of what failed.
+            batch_size = self._shrink(model)
+
+    def _shrink(self, model: FunctionalModel) -> int:
+        model.free_memory()
+        size = -(-self.batch_size // 2)
+        log.warning("out of memory: %s is observed in batches of %d from here on", self._data.name, size)
+        return size
+
+    def _arrange(
+        self, model: FunctionalModel, order: np.ndarray, batch_size: int
+    ) -> tuple[Float[Tensor, " column"], np.ndarray, np.ndarray]:
+        """Make batches of the examples in this order; return their losses at w*, token counts and positions."""
+        self.batch_size, self._order = batch_size, order
+        self._indices = [_as_range(chosen) for chosen in np.split(order, range(batch_size, len(order), batch_size))]
         self._entries: list[Tensor | None] = []
         self._batches: list[ObservedBatch] | None = []
         center = model.moving.center[None]
         losses, lengths, positions, kept = [], [], [], 0
         for chosen in self._indices:
-            batch = data.batch(chosen)
-            values = check_losses(model.evaluate(loss, center, batch)[0], len(chosen), f"loss on {data.name}")
-            entries, counts, places = _real_entries(values, loss, batch, data.name, chosen)
+            batch = self._data.batch(chosen)
+            what = f"loss on {self._data.name}"
+            values = check_losses(model.evaluate(self._loss, center, batch)[0], len(chosen), what)
+            entries, counts, places = _real_entries(values, self._loss, batch, self._data.name, chosen)
             observed = ObservedBatch(batch, entries)
             self._entries.append(entries)
             losses.append(at_least_float32(observed.recorded(values)))
@@ -72,27 +109,21 @@ class Observer:
             kept += _bytes_in(batch)
             if self._batches is not None:
                 self._batches = [*self._batches, observed] if kept <= KEPT_BATCHES else None
-        self._columns_in_order: Tensor | None = None
-        counts, places = np.concatenate(lengths), np.concatenate(positions)
-        if (order != examples).any():
-            columns = _columns_in_order(order, counts if self._entries[0] is not None else np.ones_like(order))
-            self._columns_in_order = torch.from_numpy(columns).to(model.device)
-            if self._entries[0] is not None:
-                counts, places = counts[np.argsort(order)], places[columns]
-        self.center_losses: Float[Tensor, " column"] = self._in_order(torch.cat(losses)[None])[0]
-        if self._entries[0] is None:
-            self.columns = Columns(len(examples))
-        else:
-            self.columns = Columns(len(examples), np.concatenate([[0], np.cumsum(counts)]), places)
-        _require_finite(self.center_losses, self.columns, examples, data.name)
+        return torch.cat(losses), np.concatenate(lengths), np.concatenate(positions)
 
     def __call__(self, model: FunctionalModel, weights: Float[Tensor, "chain weight"]) -> Float[Tensor, "chain column"]:
-        """Return the loss of every column at these weights."""
-        batches = self._batches
-        if batches is None:
-            pairs = zip(self._indices, self._entries, strict=True)
-            batches = (ObservedBatch(self._data.batch(chosen), entries) for chosen, entries in pairs)
-        return self._in_order(model.losses(self._loss, weights, batches))
+        """Return the loss of every column at these weights; in smaller batches once memory has run out."""
+        while True:
+            batches = self._batches
+            if batches is None:
+                pairs = zip(self._indices, self._entries, strict=True)
+                batches = (ObservedBatch(self._data.batch(chosen), entries) for chosen, entries in pairs)
+            try:
+                return self._in_order(model.losses(self._loss, weights, batches))
+            except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
+            self._fit(model, self._order, self._shrink(model))
 
     def _in_order(self, values: Float[Tensor, "chain column"]) -> Float[Tensor, "chain column"]:
         return values if self._columns_in_order is None else values[:, self._columns_in_order]

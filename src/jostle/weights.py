@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +82,12 @@ class MovingWeights:
     """The weights that move, as slices of one flat vector; chain state has shape ``(chain, weight)``.
 
     The state is float32 or wider, whatever the model computes in: in bfloat16 one step's drift is below half a
-    unit in the last place of a typical weight and would be rounded away while the noise stayed.
+    unit in the last place of a typical weight and would be rounded away while the noise stayed. The centre, which never
+    moves, is exact in the model's own precision, and kept once.
+
+    Attributes:
+        dtype: of a chain's state.
+        center: w*.
     """
 
     def __init__(self, model: nn.Module, selection: WeightSelection) -> None:
@@ -95,10 +101,9 @@ class MovingWeights:
             name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)
         }
         self._dtypes = tuple(parameter.dtype for parameter in parameters.values())
-        self.dtype = torch.float32
-        for dtype in self._dtypes:
-            self.dtype = torch.promote_types(self.dtype, dtype)
-        self.center = self.flatten(parameters).detach()
+        own = functools.reduce(torch.promote_types, self._dtypes)
+        self.dtype = torch.promote_types(torch.float32, own)
+        self.center = torch.cat([parameter.detach().reshape(-1).to(own) for parameter in parameters.values()])
         if not torch.isfinite(self.center).all():
             bad = next(name for name, value in parameters.items() if not torch.isfinite(value).all())
             raise InputError(

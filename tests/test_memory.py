@@ -1,0 +1,75 @@
+"""When memory runs out, batches become smaller, it is said once, and the numbers stay."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jostle
+import jostle.chains
+
+
+class Greedy(nn.Module):
+    """A classifier for which a GPU would have room for so many examples, and no more."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.room = nn.Linear(4, 3).double(), room
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("control_variates", [False, True])
+def test_batches_become_smaller(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, control_variates: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(40, 4, dtype=torch.float64, generator=generator)
+    y = torch.arange(40) % 3
+
+    def losses(model: Greedy) -> np.ndarray:
+        settings: dict[str, Any] = {"chains": 2, "draws": 4, "thin": 2, "batch_size": 16, "chains_at_once": 1}
+        run = jostle.attribute(
+            model, (X, y), (X[:5], y[:5]), posterior=jostle.Posterior(n_beta=20, localization=10),
+            sampler=jostle.SGLD(step_size=1e-2), observation_batch_size=13, control_variates=control_variates,
+            progress=False, **settings,
+        )  # fmt: skip
+        return np.asarray(run.traces.losses("train")[:])
+
+    expected = losses(Greedy(40))
+    assert not caplog.records
+    model = Greedy(40)
+    advance = jostle.chains.Dynamics.advance
+
+    def another_program_takes_memory(self: Any, group: Any) -> None:
+        if group.step == 3:
+            model.room = 6
+        advance(self, group)
+
+    monkeypatch.setattr(jostle.chains.Dynamics, "advance", another_program_takes_memory)
+    with caplog.at_level(logging.WARNING, logger="jostle"):
+        found = losses(model)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    said = [record.message for record in caplog.records if "out of memory" in record.message]
+    # 16 examples go into room for 6 in four pieces, and 13 in batches of 4 after one of 7.
+    assert [line.split(" from here")[0] for line in said] == [
+        "out of memory: minibatches are gone through in 2 pieces",
+        "out of memory: minibatches are gone through in 4 pieces",
+        "out of memory: train is observed in batches of 7",
+        "out of memory: train is observed in batches of 4",
+    ]
+
+
+def test_no_room_for_a_single_example_is_an_error() -> None:
+    data = (torch.zeros(3, 4).double(), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(jostle.InputError, match="room on the device"):
+        jostle.attribute(Greedy(0), data, data, progress=False)
