@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import lzma
 import math
 import re
@@ -166,7 +167,7 @@ def build_dictionary(corpus: Corpus, fewest: int) -> np.ndarray:
 
 
 def cooccurrence(corpus: Corpus, pairs: Sequence[int]) -> dict[str, np.ndarray]:
-    """Dice coefficient and pointwise mutual information of all (English, French) words over the given pairs."""
+    """Dice coefficient and positive pointwise mutual information of (English, French) words over the given pairs."""
     both = np.zeros((len(corpus.words),) * 2, np.float32)
     alone = np.zeros((2, len(corpus.words)), np.float32)
     for pair in pairs:
@@ -174,9 +175,9 @@ def cooccurrence(corpus: Corpus, pairs: Sequence[int]) -> dict[str, np.ndarray]:
         both[np.ix_(english, french)] += 1
         alone[0, english] += 1
         alone[1, french] += 1
-    # Words that never meet come last.
-    information = np.log(np.maximum(both, 1e-9) * len(pairs) / np.maximum(alone[0][:, None] * alone[1], 1))
-    return {"Dice": 2 * both / np.maximum(alone[0][:, None] + alone[1], 1), "PMI": information}
+    # Words that meet less often than by chance, or never, go with nothing.
+    information = np.log(np.maximum(both * len(pairs) / np.maximum(alone[0][:, None] * alone[1], 1), 1))
+    return {"Dice": 2 * both / np.maximum(alone[0][:, None] + alone[1], 1), "positive PMI": information}
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -216,7 +217,7 @@ def loss_by_half(model: nn.Module, tokens: Tensor) -> dict[str, float]:
     seen = ((tokens == BEGIN[0]) | (tokens == BEGIN[1])).cumsum(1)[:, 1:]
     is_word = tokens[:, 1:] >= len(SPECIAL)
     halves = {"first sentence": 1, "second sentence": 2}
-    return {name: losses[is_word & (seen == half)].mean().item() for name, half in halves.items()}
+    return {name: round(losses[is_word & (seen == half)].mean().item(), 3) for name, half in halves.items()}
 
 
 def train_model(model: nn.Module, tokens: Tensor, held_out: Tensor, epochs: int) -> dict[str, Any]:
@@ -286,7 +287,7 @@ def calibrate(model: nn.Module, weights: str, rise: float, tokens: Tensor, quick
     low, high = 0.0, 8.0  # of log10: the loss falls as the localization grows
     for _ in range(6 if quick else 12):
         middle = (low + high) / 2
-        low, high = (middle, high) if rise_at(10**middle) > rise else (low, middle)
+        low, high = (low, middle) if rise_at(10**middle) < rise else (middle, high)  # also where it is not finite
     localization = 10 ** ((low + high) / 2)
     # A model that fits its data well is flat there and nowhere else; chains live around it, and see 64 sequences.
     points = [moving.center, *(moving.center + part / math.sqrt(localization) for part in noise)]
@@ -406,11 +407,14 @@ def build_tasks(observed: Observed, dictionary: np.ndarray) -> dict[str, Task]:
 
 # ------------------------------------------------------------------------------------------------------- token vectors
 
+Reduced = dict[str, dict[str, np.ndarray]]
+"""Arrays by kind and name."""
+
 Vectors = Callable[[int], dict[str, tuple[Tensor, Tensor]]]
 """Of a pair: for each kind a vector for every English and every French word, (order, word, component) each."""
 
 
-def reduce(observed: Observed, vectors: Vectors, size: int, device: str) -> dict[str, dict[str, np.ndarray]]:
+def reduce(observed: Observed, vectors: Vectors, size: int, device: str) -> Reduced:
     """Dot products of token vectors, for each kind: of a pair's words in all orders, and of words' mean vectors."""
     types = observed.types
     counts = [[torch.zeros(len(words), device=device) for words in side] for side in types]
@@ -439,29 +443,36 @@ def reduce(observed: Observed, vectors: Vectors, size: int, device: str) -> dict
     for number, kind in enumerate(kinds):
         out[kind] = {"alignment": blocks[:, number]}
         for given in (0, 1):
-            for reading in ("all tokens", "second sentences"):
+            for reading in READINGS["lexicon"]:
                 means = []
                 for side, language in ((0, given), (1, 1 - given)):
                     total = sums[kind][side][language]
                     # English comes second in order 1, French in order 0.
                     chosen = total.mean(0) if reading == "all tokens" else total[1 - language]
                     means.append(chosen / counts[side][language][:, None])
-                out[kind][f"lexicon, {reading}, given {LANGUAGES[given]}"] = (means[0] @ means[1].T).cpu().numpy()
+                out[kind][f"{reading}, given {LANGUAGES[given]}"] = (means[0] @ means[1].T).cpu().numpy()
     return out
 
 
-def readings(reduced: dict[str, np.ndarray]) -> dict[str, Scores]:
-    """The scores of each task that are read off reduced results."""
+READINGS = {
+    "alignment": {"other order": "o", "same sequence": "s", "mean": "D"},
+    "lexicon": {"all tokens": "o", "second sentences": "s"},
+}
+"""What is read off reduced results for each task, and its mark in the figure."""
+
+
+def readings(reduced: dict[str, np.ndarray]) -> list[tuple[str, str, Scores]]:
+    """Task, reading and scores."""
     blocks = reduced["alignment"]  # (pair, order of the English, order of the French, English, French)
     pairs = {
         "other order": (blocks[:, 1, 0], blocks[:, 1, 0]),
         "same sequence": (blocks[:, 1, 1], blocks[:, 0, 0]),
         "mean": (blocks.mean((1, 2)),) * 2,
     }
-    out = {f"alignment, {name}": (english, french.swapaxes(1, 2)) for name, (english, french) in pairs.items()}
-    for name in ("lexicon, all tokens", "lexicon, second sentences"):
-        out[name] = (reduced[f"{name}, given english"][None], reduced[f"{name}, given french"][None])
-    return out
+    return [("alignment", name, (english, french.swapaxes(1, 2))) for name, (english, french) in pairs.items()] + [
+        ("lexicon", name, (reduced[f"{name}, given english"][None], reduced[f"{name}, given french"][None]))
+        for name in READINGS["lexicon"]
+    ]
 
 
 def standard_traces(run: jostle.Run, name: str, device: str) -> Tensor:
@@ -471,15 +482,15 @@ def standard_traces(run: jostle.Run, name: str, device: str) -> Tensor:
     healthy = [chain for chain in range(run.config["chains"]) if chain not in run.failed_chains]
     out = torch.empty(tokens, len(healthy) * draws, device=device)
     for place, chain in enumerate(healthy):
-        for start in range(0, draws, 128):
-            part = torch.from_numpy(np.asarray(losses[chain, start : start + 128])).to(device)
+        for start in range(0, draws, losses.chunks[1]):
+            part = torch.from_numpy(np.asarray(losses[chain, start : start + losses.chunks[1]])).to(device)
             out[:, place * draws + start :][:, : len(part)] = part.T
     out -= out.mean(1, keepdim=True)
     norm = out.norm(dim=1, keepdim=True)
     return out.div_(norm.where(norm > 0, torch.inf))
 
 
-def reduce_run(run: jostle.Run, observed: Observed, device: str) -> dict[str, dict[str, np.ndarray]]:
+def reduce_run(run: jostle.Run, observed: Observed, device: str) -> Reduced:
     """Posterior correlations; and the same with the draws of the English losses shuffled."""
     names = ("train", "query")
     traces = [standard_traces(run, name, device) for name in names]
@@ -511,9 +522,7 @@ def difference(run: jostle.Run, observed: Observed, blocks: np.ndarray, row: int
     return float(max(np.abs(a - b).max() for a, b in zip(reduced, expected, strict=True)))
 
 
-def reduce_gradients(
-    model: nn.Module, weights: str, observed: Observed, device: str
-) -> dict[str, dict[str, np.ndarray]]:
+def reduce_gradients(model: nn.Module, weights: str, observed: Observed, device: str) -> Reduced:
     """Dot products and cosines of the gradients of token losses at w*."""
     moving = MovingWeights(model, weights)
     named = dict(model.named_parameters())
@@ -556,37 +565,23 @@ SETTINGS = [
 """The most important first; a second seed of the best comes last."""
 
 
-class Store:
-    """Results in a directory: made once, and found by later calls."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def path(self, name: str) -> Path:
-        return self.directory / (re.sub(r"[^\w.+]+", "-", name) + ".npz")
-
-    def get(self, name: str, make: Callable[[], tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]]) -> Any:
-        """Arrays by kind and name, and a description: as stored, or as made now."""
-        path = self.path(name)
-        if not path.exists():
-            kinds, about = make()
-            arrays: Any = {f"{kind}/{key}": value for kind, values in kinds.items() for key, value in values.items()}
-            unfinished = path.with_suffix(".unfinished.npz")
-            np.savez(unfinished, about=np.array(json.dumps(about)), **arrays)
-            unfinished.rename(path)
-        kinds = {}
-        with np.load(path) as stored:
-            for key in stored.files:
-                if key != "about":
-                    kind, _, rest = key.partition("/")
-                    kinds.setdefault(kind, {})[rest] = stored[key]
-            return kinds, json.loads(str(stored["about"]))
+def kept(path: Path, make: Callable[[], tuple[Reduced, dict[str, Any]]]) -> tuple[Reduced, dict[str, Any]]:
+    """Arrays and what is to be said of them: as an earlier call left them, or as made now."""
+    if not path.exists():
+        made, about = make()
+        arrays: Any = {f"{kind}/{name}": values for kind, named in made.items() for name, values in named.items()}
+        np.savez(path.with_suffix(".unfinished.npz"), about=np.array(json.dumps(about)), **arrays)
+        path.with_suffix(".unfinished.npz").rename(path)
+    out: Reduced = {}
+    with np.load(path) as stored:
+        for kind, _, name in (key.partition("/") for key in stored.files if key != "about"):
+            out.setdefault(kind, {})[name] = stored[f"{kind}/{name}"]
+        return out, json.loads(str(stored["about"]))
 
 
 def sample(setting: Setting, model: nn.Module, corpus: Corpus, observed: Observed, drawn_from: Sequence[int],
            known: dict[str, float], directory: Path, arguments: argparse.Namespace) -> Any:  # fmt: skip
-    """Sample one setting and reduce its traces, which are then deleted; what was interrupted goes on."""
+    """Sample one setting, or go on where it was interrupted, and reduce its traces."""
     device, localization = next(model.parameters()).device.type, known["localization"]
     started = time.perf_counter()
     run = jostle.attribute(
@@ -605,16 +600,15 @@ def sample(setting: Setting, model: nn.Module, corpus: Corpus, observed: Observe
     )  # fmt: skip
     sampled = time.perf_counter()
     reduced = reduce_run(run, observed, device)
-    about = run.diagnostics()
-    kept = ("mean_loss_at_center", "mean_loss", "effective_draws", "autocorrelation_time")
+    diagnostics = run.diagnostics()
+    told = ("mean_loss_at_center", "mean_loss", "effective_draws", "autocorrelation_time")
     about = {
-        **known, "n_beta": run.config["posterior"]["n_beta"], **{key: about[key] for key in kept},
+        **known, "n_beta": run.config["posterior"]["n_beta"], **{key: diagnostics[key] for key in told},
         "draws": f"{arguments.chains} × {arguments.draws // arguments.chains}", "failed_chains": run.failed_chains,
         "execution": run.manifest["execution"], "sampling_seconds": round(sampled - started, 1),
         "reducing_seconds": round(time.perf_counter() - sampled, 1),
         "difference_from_token_influence": difference(run, observed, reduced["correlation"]["alignment"], 0),
     }  # fmt: skip
-    shutil.rmtree(directory)
     return reduced, about
 
 
@@ -627,33 +621,34 @@ def line(name: str, row: dict[str, float]) -> str:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Precision at 1 of everything as bars, a panel for each task; the better of plain and centered, as for all."""
+    """Precision at 1 of centered scores, a panel for each task, a mark for each reading."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(14, 9), layout="constrained")
-    for axis, task in zip(axes, ("alignment", "lexicon"), strict=True):
-        rows = [(name, row, "0.65") for name, row in record["baselines"][task].items()]
+    figure, axes = plt.subplots(1, 2, figsize=(13, 7), layout="constrained")
+    for axis, (task, marks) in zip(axes, READINGS.items(), strict=True):
+        rows: dict[str, dict[str, Any]] = {}
+        for name, row in record["baselines"][task].items():
+            base, _, reading = name.rpartition(": ")
+            rows.setdefault(base or name, {})[reading if base else ""] = row
         for name, setting in record["settings"].items():
-            color = "tab:blue" if setting["n_beta"] else "tab:orange"
-            rows += [
-                (f"{name}, {reading.partition(', ')[2]}", row, color)
-                for reading, row in setting["correlation"].items()
-                if reading.startswith(task)
-            ]
-        rows.sort(key=lambda row: row[1]["precision_at_1_centered"])
-        axis.barh(
-            range(len(rows)), [row["precision_at_1_centered"] for _, row, _ in rows],
-            xerr=[row["precision_at_1_centered_error"] for _, row, _ in rows], color=[color for *_, color in rows],
-        )  # fmt: skip
-        axis.plot([row["precision_at_1"] for _, row, _ in rows], range(len(rows)), "k|", markersize=5)
-        axis.axvline(record["chance"][task], color="black", linewidth=0.8, linestyle=":")
-        axis.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=6)
-        axis.set_xlabel(f"{task}: translation found first, of {record['words_asked'][task]} words (dotted: chance)")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Centered scores (bars) and plain ones (ticks); blue: BIF, orange: no gradient, grey: baselines")
+            rows[name] = {reading: setting["correlation"][f"{task}: {reading}"] for reading in marks}
+        for height, (name, by_reading) in enumerate(reversed(rows.items())):
+            color = "0.4" if name not in record["settings"] else "tab:orange" if "no gr" in name else "tab:blue"
+            for reading, row in by_reading.items():
+                axis.errorbar(
+                    row["precision_at_1_centered"], height, xerr=row["precision_at_1_centered_error"],
+                    fmt=marks.get(reading, "o"), color=color, markersize=5,
+                )  # fmt: skip
+        for reading, mark in marks.items():
+            axis.plot([], [], mark, color="0.4", label=reading)
+        axis.axvline(record["chance"][task], color="black", linewidth=0.8, linestyle=":", label="chance")
+        axis.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
+        axis.set_xlabel(f"{task}: translation found first, of {record['words_asked'][task]} words")
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -677,15 +672,24 @@ def main() -> None:
     arguments = parser.parse_args()
     started, quick = time.perf_counter(), arguments.quick
     if quick:
-        arguments.corpus, arguments.pairs, arguments.epochs, arguments.draws = 1200, 32, 1, 24
+        arguments.corpus, arguments.pairs, arguments.epochs, arguments.draws = 1000, 24, 1, 24
         arguments.hidden, arguments.layers = 64, 2
-    device, store = "cuda" if torch.cuda.is_available() else "cpu", Store(arguments.work)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(format="    %(message)s")
+    logging.getLogger("jostle").setLevel(logging.INFO)
+
+    def file(name: str) -> Path:
+        return arguments.work / (re.sub(r"[^\w+]+", "-", name) + ".npz")
 
     def clock() -> str:
         return f"[{time.perf_counter() - started:.0f} s]"
 
     corpus = Corpus.read([arguments.english, arguments.french], arguments.corpus)
-    dictionary = build_dictionary(corpus, fewest=5 if quick else 30)
+    translations, _ = kept(
+        file("dictionary"), lambda: ({"": {"": build_dictionary(corpus, fewest=5 if quick else 30)}}, {})
+    )
+    dictionary = translations[""][""]
     order = np.random.default_rng(0).permutation(len(corpus.pairs)).tolist()
     held_out, trained = order[: arguments.pairs], order[arguments.pairs :]
     drawn_from = trained[: 8 * arguments.pairs]
@@ -723,7 +727,7 @@ def main() -> None:
         "dictionary_entries": len(entries), "some_entries": entries_shown,
         "words_asked": {name: task.count for name, task in tasks.items()},
         "chance": {name: task.chance for name, task in tasks.items()},
-        "baselines": {"alignment": {}, "lexicon": {}}, "settings": {}, "not_run": [],
+        "baselines": {"alignment": {}, "lexicon": {}}, "settings": {}, "failed": {}, "not_run": [],
     }  # fmt: skip
     baselines: dict[str, dict[str, Any]] = record["baselines"]
 
@@ -747,43 +751,43 @@ def main() -> None:
     def run_setting(setting: Setting) -> None:
         nonlocal longest
         begun, weights = time.perf_counter(), setting.weights
-        is_new = not store.path(str(setting)).exists()
+        stored = file(str(setting))
+        is_new = not stored.exists()
         if is_new and begun - started + longest > 60 * arguments.minutes:
             record["not_run"].append(str(setting))
             return
-        kinds, _ = store.get(f"gradients, {weights}", lambda: (reduce_gradients(model, weights, observed, device), {}))
-        if is_new and device == "cuda":
+        if f"gradient cosine, {weights}: mean" not in baselines["alignment"]:
+            gradients, _ = kept(
+                file(f"gradients, {weights}"), lambda: (reduce_gradients(model, weights, observed, device), {})
+            )
+            for kind, reduced in gradients.items():
+                for task, reading, scores in readings(reduced):
+                    add_baseline(task, f"gradient {kind}, {weights}: {reading}", scores)
             torch.cuda.empty_cache()
-        for kind, reduced in kinds.items():
-            for name, scores in readings(reduced).items():
-                task, reading = name.split(", ")
-                if f"gradient {kind}, {weights}, {reading}" not in baselines[task]:
-                    add_baseline(task, f"gradient {kind}, {weights}, {reading}", scores)
-        _, known = store.get(
-            f"calibration, {weights}, {setting.rise}",
+        _, known = kept(
+            file(f"calibration, {weights}, {setting.rise}"),
             lambda: ({}, calibrate(model, weights, setting.rise, tokens, quick)),
         )
         say(clock(), f"{setting}: {known}")
-        directory = arguments.work / store.path(str(setting)).stem
         try:
-            kinds, about = store.get(
-                str(setting),
-                lambda: sample(setting, model, corpus, observed, drawn_from, known, directory, arguments),
+            kinds, about = kept(
+                stored,
+                lambda: sample(setting, model, corpus, observed, drawn_from, known, stored.with_suffix(""), arguments),
             )
         except jostle.ChainsFailedError as error:
-            record["failed"] = record.get("failed", {}) | {str(setting): str(error)}
+            record["failed"][str(setting)] = str(error)
             say(clock(), f"{setting}: {error}")
             return
+        shutil.rmtree(stored.with_suffix(""), ignore_errors=True)  # gigabytes of traces, of which enough is kept now
         row: dict[str, Any] = dict(about)
         for kind, reduced in kinds.items():
             row[kind] = {}
-            for name, scores in readings(reduced).items():
-                task = tasks[name.split(", ")[0]]
-                row[kind][name] = task.summary(scores)
-                if task is tasks["alignment"]:
+            for task, reading, scores in readings(reduced):
+                found = row[kind][f"{task}: {reading}"] = tasks[task].summary(scores)
+                if task == "alignment":
                     for half, among in (("trained", observed.is_trained), ("held out", ~observed.is_trained)):
-                        row[kind][name][half] = task.summary(scores, among)["precision_at_1_centered"]
-                say(line(f"{name}: {setting}" + (f", {kind}" if kind != "correlation" else ""), row[kind][name]))
+                        found[f"{half} pairs"] = tasks[task].summary(scores, among)
+                say(line(f"{task}: {setting}: {reading}" + (f", {kind}" if kind != "correlation" else ""), found))
         record["settings"][str(setting)] = row
         say(clock(), json.dumps(about))
         write_record(record_path, record)
@@ -791,15 +795,18 @@ def main() -> None:
             longest = max(longest, time.perf_counter() - begun)
 
     record_path = arguments.record or (arguments.work / "record.json" if quick else RECORD)
-    for setting in SETTINGS[: 2 if quick else None]:
+    for setting in SETTINGS if not quick else (SETTINGS[0], Setting("embedding", 0.3, False)):
         run_setting(setting)
-    done = [setting for setting in SETTINGS if str(setting) in record["settings"]]
-    if done:
-        best = max(done, key=lambda setting: max(
-            row["precision_at_1_centered"] for name, row in record["settings"][str(setting)]["correlation"].items()
-            if name.startswith("alignment")
-        ))  # fmt: skip
-        run_setting(replace(best, seed=1))
+    if record["settings"] and not quick:
+
+        def headline(setting: Setting) -> float:
+            found = record["settings"].get(str(setting), {"correlation": {}})["correlation"]
+            marks = [
+                found[f"alignment: {reading}"]["precision_at_1_centered"] for reading in READINGS["alignment"] if found
+            ]
+            return max(marks, default=-1.0)
+
+        run_setting(replace(max(SETTINGS, key=headline), seed=1))
     if record["not_run"]:
         say("not run, for want of time (call again):", record["not_run"])
     write_record(record_path, record)
