@@ -494,7 +494,7 @@ def reduce_run(run: jostle.Run, observed: Observed, device: str) -> Reduced:
     """Posterior correlations; and the same with the draws of the English losses shuffled."""
     names = ("train", "query")
     traces = [standard_traces(run, name, device) for name in names]
-    offsets = [run.traces.columns(name).offsets for name in names]
+    offsets = [np.asarray(run.traces.columns(name).offsets) for name in names]
     draws = traces[0].shape[1]
     shuffled = torch.randperm(draws, generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -706,10 +706,8 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stored, about_training = arguments.work / "model.safetensors", arguments.work / "training.json"
     if not stored.exists():
-        found = train_model(
-            model, *(corpus.padded(pairs).to(device) for pairs in (trained, held_out)), arguments.epochs
-        )
-        about_training.write_text(json.dumps(found))
+        tokens, others = (corpus.padded(pairs).to(device) for pairs in (trained, held_out))
+        about_training.write_text(json.dumps(train_model(model, tokens, others, arguments.epochs)))
         # The tied unembedding is stored once.
         save_file({name: v.cpu() for name, v in model.state_dict().items() if name != "lm_head.weight"}, stored)
     model.load_state_dict(load_file(stored), strict=False)
@@ -756,14 +754,6 @@ def main() -> None:
         if is_new and begun - started + longest > 60 * arguments.minutes:
             record["not_run"].append(str(setting))
             return
-        if f"gradient cosine, {weights}: mean" not in baselines["alignment"]:
-            gradients, _ = kept(
-                file(f"gradients, {weights}"), lambda: (reduce_gradients(model, weights, observed, device), {})
-            )
-            for kind, reduced in gradients.items():
-                for task, reading, scores in readings(reduced):
-                    add_baseline(task, f"gradient {kind}, {weights}: {reading}", scores)
-            torch.cuda.empty_cache()
         _, known = kept(
             file(f"calibration, {weights}, {setting.rise}"),
             lambda: ({}, calibrate(model, weights, setting.rise, tokens, quick)),
@@ -783,7 +773,8 @@ def main() -> None:
         for kind, reduced in kinds.items():
             row[kind] = {}
             for task, reading, scores in readings(reduced):
-                found = row[kind][f"{task}: {reading}"] = tasks[task].summary(scores)
+                found: dict[str, Any] = dict(tasks[task].summary(scores))
+                row[kind][f"{task}: {reading}"] = found
                 if task == "alignment":
                     for half, among in (("trained", observed.is_trained), ("held out", ~observed.is_trained)):
                         found[f"{half} pairs"] = tasks[task].summary(scores, among)
@@ -791,6 +782,16 @@ def main() -> None:
         record["settings"][str(setting)] = row
         say(clock(), json.dumps(about))
         write_record(record_path, record)
+        if f"gradient cosine, {weights}: mean" not in baselines["alignment"]:
+            gradients, _ = kept(
+                file(f"gradients, {weights}"), lambda: (reduce_gradients(model, weights, observed, device), {})
+            )
+            for kind, reduced in gradients.items():
+                for task, reading, scores in readings(reduced):
+                    add_baseline(task, f"gradient {kind}, {weights}: {reading}", scores)
+            torch.cuda.empty_cache()
+            say(clock(), f"gradients of {weights}")
+            write_record(record_path, record)
         if is_new:
             longest = max(longest, time.perf_counter() - begun)
 

@@ -70,7 +70,7 @@ def test_reduced_correlations_are_those_of_the_run(corpus: Corpus, tmp_path: Pat
     assert difference(run, observed, reduced["shuffled draws"]["alignment"], 1) > 0.1
     # The lexicon: the mean over all tokens of a held-out "cat" and a trained "chien", in both orders.
     losses = [np.asarray(run.traces.losses(name)[:]).reshape(40, -1) for name in ("train", "query")]
-    starts = [run.traces.columns(name).offsets for name in ("train", "query")]
+    starts = [np.asarray(run.traces.columns(name).offsets) for name in ("train", "query")]
 
     def columns(word: str, language: int, rows: tuple[int, ...]) -> np.ndarray:
         return np.stack([
