@@ -2,41 +2,46 @@
 
     python -m experiments.word_alignment --english train.en --french train.fr --work DIR [--minutes 8]
 
-A language model of 3 million parameters learns Multi30k as sentence pairs, in both orders, so that either language
-predicts the other. Then attention (or attention and MLPs) is jostled, and the losses of two sets of pairs are recorded,
-token by token: pairs that were trained on and pairs that were held out. A word of the held-out pairs is given, and
-every word of the other language is scored by the mean posterior correlation of its training tokens with the given
-word's held-out tokens, which are never in the same sequence. Is the first one the translation?
+A language model of 3 million parameters learns Multi30k as sentence pairs in both orders, so that either language
+predicts the other. Then some of its weights are jostled, and the losses of 1,024 pairs are recorded token by token,
+half of them trained on and half held out: in the order English, French as the training set of a run, and in the order
+French, English as its query set. Two questions are asked of the correlations of these losses over the draws.
 
-Precision at 1 and mean reciprocal rank (± standard error over words), in both directions together, at several
-localizations (all of them shown), against
+- **Alignment.** A word of a pair is given; which word of the other language, in the same pair, is its translation? Each
+  word's loss is taken where its sentence comes second, and so knows the other one. The candidates' losses are those in
+  the *other order*, where they come second too (two sequences: a block of `Run.token_influence`), or those in the
+  *same sequence*, where they come first, or the *mean* of all four combinations of orders.
+- **Lexicon.** A word of the held-out pairs is given; which word of the other language is its translation, by the mean
+  correlation of its tokens in the training pairs with the given word's? No two of these tokens share a sentence.
 
-- the same with no gradient (n_beta = 0), and with the draws of the two sets shuffled against each other;
-- per-token gradients with respect to the same weights, dot product and cosine;
-- cosine of the model's word embeddings;
-- co-occurrence (positive PMI, Dice, count) in the observed training pairs alone, and in both observed sets.
+Precision at 1 and mean reciprocal rank, ties counted against; *centered* scores are those less what a candidate gets on
+average (from all words of the other sentence, or from all given words), since some tokens move with everything. Beside
+them: no gradient (n_beta = 0), draws of one language shuffled, per-token gradients of the same weights, co-occurrence,
+embeddings, and relative position.
 
-What the right answer is comes from all 29,000 pairs: IBM model 1 both ways, content words, confident entries alone.
-Candidates are all words of the other language with enough tokens, function words included, identical strings left out.
+What is right comes from all 29,000 pairs: IBM model 1 both ways, content words, confident entries alone. Candidates
+are all words, function words included; identical strings and punctuation are left out.
 
-Localizations are chosen by what they do: how much an independent Gaussian perturbation with that precision raises the
-mean training loss. n_beta is then such that the largest curvature of n_beta times the loss, at w* or at such
-perturbations of it, is three times the localization: the gradient matters, and the step stays stable.
+Localizations are chosen by what they do: by how much an independent Gaussian perturbation with that precision raises
+the mean training loss. n_beta is the localization over the largest curvature, at w* or at such perturbations of it,
+for which Ornstein–Uhlenbeck steps of any length are stable: those of 4/localization make draws nearly independent.
 
-Text files may be compressed by xz. Everything is kept in --work, and a second call goes on with what is missing.
+Text files may be compressed by xz. Reduced results are kept in --work, and a second call goes on with what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import lzma
 import math
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +50,17 @@ import torch
 from benchmarks.environment import write_record
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import jostle
 from jostle.weights import MovingWeights
 
 RECORD = Path(__file__).parent / "records" / "word_alignment.json"
-FIGURE = RECORD.with_suffix(".png")
 LANGUAGES = ("english", "french")
 WORDS = {"english": re.compile(r"'s|\w+|[^\w\s]"), "french": re.compile(r"\w+'|\w+|[^\w\s]")}
 SPECIAL = ("<pad>", "<unk>", "<english>", "<french>", "<end>")
-PAD, UNKNOWN, END = 0, 1, 4
-BEGIN = {"english": 2, "french": 3}
-IGNORED = -100
+PAD, UNKNOWN, BEGIN, END = 0, 1, (2, 3), 4
 LONGEST_PAIR = 45
 """Words of both sentences together; longer pairs (4 %) are left out, so that padding stays small."""
 
@@ -87,74 +89,37 @@ def say(*words: object) -> None:
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
-def read_sentences(path: Path, language: str) -> list[list[str]]:
-    opened: Any = lzma.open if path.suffix == ".xz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        return [WORDS[language].findall(line.lower().replace("’", "'")) for line in file]
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Aligned sentences as word numbers; one vocabulary for both languages, as a language model would have it."""
+    """Aligned sentences as word numbers, (English, French); one vocabulary, as a language model would have it."""
 
-    sentences: dict[str, list[list[int]]]
+    pairs: list[tuple[list[int], list[int]]]
     words: list[str]
 
     @classmethod
-    def read(cls, paths: dict[str, Path], most: int | None, fewest: int = 5) -> Corpus:
-        texts = {language: read_sentences(path, language)[:most] for language, path in paths.items()}
-        counts = [Counter(word for sentence in text for word in sentence) for text in texts.values()]
-        known = sorted({word for count in counts for word, times in count.items() if times >= fewest})
-        words = [*SPECIAL, *known]
+    def read(cls, paths: Sequence[Path], most: int | None, fewest: int = 5) -> Corpus:
+        texts = []
+        for path, language in zip(paths, LANGUAGES, strict=True):
+            opened: Any = lzma.open if path.suffix == ".xz" else open
+            with opened(path, "rt", encoding="utf-8") as file:
+                texts.append([WORDS[language].findall(line.lower().replace("’", "'")) for line in file][:most])
+        counts = [Counter(word for sentence in text for word in sentence) for text in texts]
+        words = [*SPECIAL, *sorted({word for count in counts for word, times in count.items() if times >= fewest})]
         number = {word: index for index, word in enumerate(words)}
-        short = [
-            index
-            for index, pair in enumerate(zip(*texts.values(), strict=True))
-            if all(pair) and sum(map(len, pair)) <= LONGEST_PAIR
-        ]
-        return cls(
-            {
-                language: [[number.get(word, UNKNOWN) for word in text[index]] for index in short]
-                for language, text in texts.items()
-            },
-            words,
-        )
+        numbered = [[[number.get(word, UNKNOWN) for word in sentence] for sentence in text] for text in texts]
+        pairs = [(e, f) for e, f in zip(*numbered, strict=True) if e and f and len(e) + len(f) <= LONGEST_PAIR]
+        return cls(pairs, words)
 
-    def __len__(self) -> int:
-        return len(self.sentences["english"])
+    def sequence(self, pair: int, order: int) -> list[int]:
+        """<english> … <french> … <end>, and with order 1 French first."""
+        first, second = order, 1 - order
+        sentences = self.pairs[pair]
+        return [BEGIN[first], *sentences[first], BEGIN[second], *sentences[second], END]
 
-
-@dataclass(frozen=True)
-class Sequences:
-    """Pairs in both orders, padded on the right; and of each token its language (0, 1; −1 for what is no word)."""
-
-    tokens: Tensor
-    language: Tensor
-    pair: np.ndarray
-
-    @classmethod
-    def of(cls, corpus: Corpus, pairs: Sequence[int]) -> Sequences:
-        width = LONGEST_PAIR + 3
-        tokens = torch.full((2 * len(pairs), width), PAD)
-        language = torch.full_like(tokens, -1)
-        for row, (pair, order) in enumerate((pair, order) for pair in pairs for order in (LANGUAGES, LANGUAGES[::-1])):
-            at = 0
-            for name in order:
-                sentence = torch.tensor(corpus.sentences[name][pair])
-                tokens[row, at] = BEGIN[name]
-                tokens[row, at + 1 : at + 1 + len(sentence)] = sentence
-                language[row, at + 1 : at + 1 + len(sentence)] = LANGUAGES.index(name)
-                at += 1 + len(sentence)
-            tokens[row, at] = END
-        return cls(tokens, language.masked_fill(tokens < len(SPECIAL), -1), np.repeat(np.asarray(pairs), 2))
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """For Jostle. Padding is on the right and unscored; attention is causal, so no mask is needed for it."""
-        return {"input_ids": self.tokens, "labels": self.tokens.masked_fill(self.tokens == PAD, IGNORED)}
-
-
-# ---------------------------------------------------------------------------------------------------------- dictionary
+    def padded(self, pairs: Sequence[int]) -> Tensor:
+        """Each pair in both orders, padded on the right; attention is causal, so no mask is needed for it."""
+        rows = [torch.tensor(self.sequence(pair, order)) for pair in pairs for order in (0, 1)]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
 def model_one(source: list[list[int]], target: list[list[int]], size: int, rounds: int = 8) -> np.ndarray:
@@ -164,8 +129,7 @@ def model_one(source: list[list[int]], target: list[list[int]], size: int, round
     """
     keys, cells, done = [], [], 0
     for left, right in zip(source, target, strict=True):
-        left, right = np.array(left), np.array(right)
-        keys.append((left[None] * size + right[:, None]).ravel())
+        keys.append((np.array(left)[None] * size + np.array(right)[:, None]).ravel())
         cells.append(np.repeat(np.arange(done, done + len(right)), len(left)))
         done += len(right)
     cell = np.concatenate(cells)
@@ -188,32 +152,44 @@ def build_dictionary(corpus: Corpus, fewest: int) -> np.ndarray:
     A word may have several, since French inflects: blue is bleu, bleue and bleus.
     """
     size = len(corpus.words)
-    sentences = [corpus.sentences[language] for language in LANGUAGES]
-    table = model_one(sentences[0], sentences[1], size) * model_one(sentences[1], sentences[0], size).T
-    right = table >= 0.3**2
+    texts = [[pair[language] for pair in corpus.pairs] for language in (0, 1)]
+    right = model_one(texts[0], texts[1], size) * model_one(texts[1], texts[0], size).T >= 0.3**2
     for axis, language in enumerate(LANGUAGES):
-        counts = Counter(word for sentence in corpus.sentences[language] for word in sentence)
+        counts = Counter(word for sentence in texts[axis] for word in sentence)
         function_words = set(FUNCTION_WORDS[language].split())
         fit = np.array([
             counts[index] >= fewest and len(word) > 2 and word.isalpha() and word not in function_words
             for index, word in enumerate(corpus.words)
         ])  # fmt: skip
-        right &= fit[:, None] if axis == 0 else fit[None]
+        right &= np.expand_dims(fit, 1 - axis)
     np.fill_diagonal(right, False)
     return right
+
+
+def cooccurrence(corpus: Corpus, pairs: Sequence[int]) -> dict[str, np.ndarray]:
+    """Dice coefficient and positive pointwise mutual information of (English, French) words over the given pairs."""
+    both = np.zeros((len(corpus.words),) * 2, np.float32)
+    alone = np.zeros((2, len(corpus.words)), np.float32)
+    for pair in pairs:
+        english, french = (list(set(sentence)) for sentence in corpus.pairs[pair])
+        both[np.ix_(english, french)] += 1
+        alone[0, english] += 1
+        alone[1, french] += 1
+    # Words that meet less often than by chance, or never, go with nothing.
+    information = np.log(np.maximum(both * len(pairs) / np.maximum(alone[0][:, None] * alone[1], 1), 1))
+    return {"Dice": 2 * both / np.maximum(alone[0][:, None] + alone[1], 1), "positive PMI": information}
 
 
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def build_model(vocabulary: int, quick: bool) -> nn.Module:
+def build_model(vocabulary: int, hidden: int, layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, layers, heads = (32, 2, 2) if quick else (192, 4, 6)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, max_position_embeddings=LONGEST_PAIR + 3, tie_word_embeddings=True,
+        num_attention_heads=hidden // 32, max_position_embeddings=LONGEST_PAIR + 3, tie_word_embeddings=True,
         pad_token_id=PAD, bos_token_id=None, eos_token_id=END, initializer_range=0.05,
     ))  # fmt: skip
     # Plain matmuls: sequences are short, and fused kernels run one after another under vmap.
@@ -221,46 +197,46 @@ def build_model(vocabulary: int, quick: bool) -> nn.Module:
     return model
 
 
-def token_losses(model: Any, tokens: Tensor) -> Tensor:
+class TokenLosses(nn.Module):
     """−log p of each token after the first, 0 for padding."""
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD, reduction="none").view(
-        len(tokens), -1
-    )
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD, reduction="none")
+        return losses.view(len(tokens), -1)
 
 
 @torch.no_grad()
-def loss_by_half(model: nn.Module, data: Sequences) -> dict[str, float]:
-    """Mean loss of the words of first and of second sentences: how much a translation helps."""
-    device = next(model.parameters()).device
-    losses = torch.cat([token_losses(model, part.to(device)).cpu() for part in data.tokens.split(256)])
-    language = data.language[:, 1:]
-    is_first = language == data.language[:, 1:2]
-    known = language >= 0
-    return {
-        "first sentence": losses[known & is_first].mean().item(),
-        "second sentence": losses[known & ~is_first].mean().item(),
-    }
+def loss_by_half(model: nn.Module, tokens: Tensor) -> dict[str, float]:
+    """Mean loss of first and of second sentences: how much a translation helps."""
+    losses = torch.cat([TokenLosses(model)(part) for part in tokens.split(256)])
+    seen = ((tokens == BEGIN[0]) | (tokens == BEGIN[1])).cumsum(1)[:, 1:]
+    is_word = tokens[:, 1:] >= len(SPECIAL)
+    halves = {"first sentence": 1, "second sentence": 2}
+    return {name: round(losses[is_word & (seen == half)].mean().item(), 3) for name, half in halves.items()}
 
 
-def train_model(model: nn.Module, data: Sequences, held_out: Sequences, epochs: int) -> dict[str, Any]:
+def train_model(model: nn.Module, tokens: Tensor, held_out: Tensor, epochs: int) -> dict[str, Any]:
     """AdamW with warm-up and cosine decay; TF32 matmuls while training."""
-    device = next(model.parameters()).device
-    tokens = data.tokens.to(device)
-    batch = 256 if len(tokens) > 10_000 else 64
-    steps = epochs * (len(tokens) // batch)
+    batch = 256 if len(tokens) > 10_000 else 32
+    steps, step = epochs * (len(tokens) // batch), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
-    started, step = time.perf_counter(), 0
+    started = time.perf_counter()
     torch.set_float32_matmul_precision("high")
     for epoch in range(epochs):
         model.train()
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), device=tokens.device)
         for chosen in torch.randperm(len(tokens), generator=generator).split(batch)[: len(tokens) // batch]:
-            rate = min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            optimizer.param_groups[0]["lr"] = 2e-3 * rate
-            part = tokens[chosen.to(device)]
-            value = token_losses(model, part).sum() / (part[:, 1:] != PAD).sum()
+            optimizer.param_groups[0]["lr"] = (
+                2e-3 * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            )
+            part = tokens[chosen.to(tokens.device)]
+            value = TokenLosses(model)(part).sum() / (part[:, 1:] != PAD).sum()
             optimizer.zero_grad()
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -268,282 +244,302 @@ def train_model(model: nn.Module, data: Sequences, held_out: Sequences, epochs: 
             total += value.detach()
             step += 1
         model.eval()
-        halves = {name: round(value, 3) for name, value in loss_by_half(model, held_out).items()}
-        seconds = time.perf_counter() - started
-        say(f"epoch {epoch + 1}: {total.item() / (len(tokens) // batch):.3f}, held out {halves}, {seconds:.0f} s")
+        mean, seconds = total.item() / (len(tokens) // batch), time.perf_counter() - started
+        say(f"epoch {epoch + 1}: {mean:.3f}, held out {loss_by_half(model, held_out)}, {seconds:.0f} s")
     torch.set_float32_matmul_precision("highest")
     return {
         "epochs": epochs, "seconds": round(time.perf_counter() - started, 1),
-        "held_out_loss": loss_by_half(model, held_out),
-        "trained_loss": loss_by_half(model, Sequences(data.tokens[:1024], data.language[:1024], data.pair[:1024])),
+        "held_out_loss": loss_by_half(model, held_out), "trained_loss": loss_by_half(model, tokens[:1024]),
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- localizations
+# --------------------------------------------------------------------------------------------------------- calibration
 
 
-def mean_loss(model: nn.Module, moving: MovingWeights, flat: Tensor, tokens: Tensor) -> Tensor:
-    """As in the potential: the mean over each sequence's tokens, then over sequences."""
-    losses = functional_call(_Losses(model), {f"model.{k}": v for k, v in moving.unflatten(flat).items()}, (tokens,))
-    return (losses.sum(1) / (tokens[:, 1:] != PAD).sum(1)).mean()
-
-
-class _Losses(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return token_losses(self.model, tokens)
-
-
-def largest_curvature(model: nn.Module, moving: MovingWeights, at: Tensor, tokens: Tensor, rounds: int) -> float:
-    """Largest eigenvalue of the Hessian of the mean loss, by power iteration on differences of gradients."""
-
-    def gradient(flat: Tensor) -> Tensor:
-        leaf = flat.detach().requires_grad_()
-        return torch.autograd.grad(mean_loss(model, moving, leaf, tokens), leaf)[0]
-
+def calibrate(model: nn.Module, weights: str, rise: float, tokens: Tensor, quick: bool) -> dict[str, float]:
+    """The localization at which a Gaussian perturbation raises the mean loss by ``rise``, and the largest curvature."""
+    moving, losses = MovingWeights(model, weights), TokenLosses(model)
     torch.manual_seed(0)
-    direction = torch.randn_like(moving.center)
-    value, reach = 0.0, 0.05
-    for _ in range(rounds):
-        direction = direction / direction.norm()
-        image = gradient(at + reach * direction) - gradient(at - reach * direction)
-        image /= 2 * reach
-        value, direction = float(direction @ image), image
-    return abs(value)
+    noise = torch.randn(2 if quick else 4, moving.total, device=tokens.device)
 
+    def mean_loss(flat: Tensor, part: Tensor) -> Tensor:  # as in the potential: of each sequence, then of all
+        values = functional_call(losses, {f"model.{k}": v for k, v in moving.unflatten(flat).items()}, (part,))
+        return (values.sum(1) / (part[:, 1:] != PAD).sum(1)).mean()
 
-@torch.no_grad()
-def rises(model: nn.Module, moving: MovingWeights, tokens: Tensor, repeats: int = 4) -> dict[float, float]:
-    """For each localization, by how much N(0, 1/localization) on every weight raises the mean loss."""
-    grid = [float(digit * 10**power) for power in range(1, 7) for digit in (1, 1.5, 2, 3, 5, 7)]
-    center = mean_loss(model, moving, moving.center, tokens).item()
-    generator = torch.Generator(device=tokens.device).manual_seed(0)
-    out = {}
-    for localization in grid:
-        values = []
-        for _ in range(repeats):
-            noise = torch.randn(moving.center.shape, generator=generator, device=tokens.device)
-            values.append(mean_loss(model, moving, moving.center + noise / math.sqrt(localization), tokens).item())
-        out[localization] = float(np.mean(values)) - center
-    return out
+    @torch.no_grad()
+    def rise_at(localization: float) -> float:
+        perturbed = [mean_loss(moving.center + part / math.sqrt(localization), tokens).item() for part in noise]
+        return float(np.mean(perturbed)) - mean_loss(moving.center, tokens).item()
 
+    def gradient(flat: Tensor, part: Tensor) -> Tensor:
+        leaf = flat.detach().requires_grad_()
+        return torch.autograd.grad(mean_loss(leaf, part), leaf)[0]
 
-# ------------------------------------------------------------------------------------------------------ scores by word
+    def largest_curvature(at: Tensor, part: Tensor, reach: float = 0.05) -> float:
+        """By power iteration on differences of gradients."""
+        direction, value = torch.randn_like(at), 0.0
+        for _ in range(4 if quick else 15):
+            direction = direction / direction.norm()
+            image = gradient(at + reach * direction, part) - gradient(at - reach * direction, part)
+            value, direction = float(direction @ image) / (2 * reach), image
+        return abs(value)
 
-
-@dataclass(frozen=True)
-class Types:
-    """The words of each language with enough tokens; of each token which of them it is (−1: none), and its sentence."""
-
-    words: dict[str, np.ndarray]
-    of_token: np.ndarray
-    is_first: np.ndarray
-
-    @classmethod
-    def of(cls, data: Sequences, corpus: Corpus, fewest_pairs: int) -> Types:
-        tokens, language = data.tokens.numpy(), data.language.numpy()
-        of_token = np.full(tokens.shape, -1)
-        words, first = {}, 0
-        for number, name in enumerate(LANGUAGES):
-            here = language == number
-            pairs = np.unique(np.stack([np.broadcast_to(data.pair[:, None], tokens.shape)[here], tokens[here]]), axis=1)
-            counts = Counter(pairs[1].tolist())
-            kept = np.array(sorted(w for w, n in counts.items() if n >= fewest_pairs and corpus.words[w][0].isalpha()))
-            place = np.full(len(corpus.words), -1)
-            place[kept] = np.arange(first, first + len(kept))
-            of_token[here] = place[tokens[here]]
-            words[name] = kept
-            first += len(kept)
-        return cls(words, of_token, language == (tokens[:, :1] == BEGIN["french"]))
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.words.values()))
-
-    def rows(self, language: str) -> slice:
-        first = 0 if language == "english" else len(self.words["english"])
-        return slice(first, first + len(self.words[language]))
-
-
-def average_by_type(values: np.ndarray, types: np.ndarray, count: int) -> np.ndarray:
-    """Mean over the columns of each type: (row, column) → (type, row)."""
-    order = np.argsort(types, kind="stable")
-    order = order[types[order] >= 0]
-    kinds, starts, sizes = np.unique(types[order], return_index=True, return_counts=True)
-    assert len(kinds) == count
-    sums = np.add.reduceat(values[:, order], starts, axis=1, dtype=np.float64)
-    return (sums / sizes).T.astype(np.float32)
-
-
-def traces_by_type(run: jostle.Run, name: str, types: Types) -> dict[str, np.ndarray]:
-    """Standardized and centred losses, averaged by word: products over draws are mean correlations and covariances."""
-    columns = run.traces.columns(name)
-    assert columns.offsets is not None
-    assert columns.positions is not None
-    owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
-    healthy = np.setdiff1d(np.arange(run.config["chains"]), run.failed_chains)
-    losses = np.asarray(run.traces.losses(name)[:])[healthy].reshape(-1, columns.total)
-    centered = losses - losses.mean(0, dtype=np.float64).astype(np.float32)
-    spread = centered.std(0)
-    kinds = types.of_token[owner, columns.positions]
-    is_first = types.is_first[owner, columns.positions]
-    standard = centered / np.where(spread > 0, spread, np.inf) / math.sqrt(len(losses))
-    # Every pair stands in both orders, so that every word has tokens in first and in second sentences.
+    low, high = 0.0, 8.0  # of log10: the loss falls as the localization grows
+    for _ in range(6 if quick else 12):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rise_at(10**middle) < rise else (middle, high)  # also where it is not finite
+    localization = 10 ** ((low + high) / 2)
+    # A model that fits its data well is flat there and nowhere else; chains live around it, and see 64 sequences.
+    points = [moving.center, *(moving.center + part / math.sqrt(localization) for part in noise)]
+    batches = [tokens.roll(-64 * index, 0)[:64] for index in range(len(points))]
+    curvature = max(largest_curvature(at, part) for at, part in zip(points, batches, strict=True))
     return {
-        "correlation": average_by_type(standard, kinds, types.count),
-        "correlation of first sentences": average_by_type(standard, np.where(is_first, kinds, -1), types.count),
-        "correlation of second sentences": average_by_type(standard, np.where(is_first, -1, kinds), types.count),
-        "covariance": average_by_type(centered, kinds, types.count) / math.sqrt(len(losses) - 1),
-    }
+        "moving_weights": moving.total, "localization": localization, "largest_curvature": curvature,
+        "rise_of_loss": rise_at(localization),
+    }  # fmt: skip
 
 
-Vectors = Callable[[str], np.ndarray]
+# ----------------------------------------------------------------------------------------------------------- questions
 
 
-class Evaluation:
-    """Ranks the words of one language for the words of the other, and says how often the translation comes first."""
+class Observed:
+    """The pairs that are observed: their words, where these stand in both orders, and what is asked of them."""
 
-    def __init__(self, corpus: Corpus, dictionary: np.ndarray, train: Types, query: Types) -> None:
-        self.corpus, self.train, self.query = corpus, train, query
-        self.directions = []
-        for given, wanted in (LANGUAGES, LANGUAGES[::-1]):
-            asked, candidates = query.words[given], train.words[wanted]
-            table = dictionary if given == "english" else dictionary.T
-            right = table[np.ix_(asked, candidates)]
-            possible = right.any(1)
-            allowed = asked[possible, None] != candidates[None]
-            self.directions.append((given, wanted, np.flatnonzero(possible), right[possible], allowed))
-        self.count = sum(len(rows) for _, _, rows, _, _ in self.directions)
+    def __init__(self, corpus: Corpus, trained: Sequence[int], held_out: Sequence[int], fewest: int) -> None:
+        self.corpus, self.pairs = corpus, [*trained, *held_out]
+        self.is_trained = np.arange(len(self.pairs)) < len(trained)
+        is_word = np.array([index >= len(SPECIAL) and word[0].isalpha() for index, word in enumerate(corpus.words)])
+        self.words: list[tuple[np.ndarray, ...]] = []
+        self.places: list[list[list[np.ndarray]]] = []
+        """Of each pair, by order and language: the positions of its words in that order's sequence."""
+        for pair in self.pairs:
+            sentences = [np.array(sentence) for sentence in corpus.pairs[pair]]
+            found = [np.flatnonzero(is_word[sentence]) for sentence in sentences]
+            after = [len(sentences[1]) + 2, len(sentences[0]) + 2]  # where a sentence starts that comes second
+            self.words.append(tuple(sentence[at] for sentence, at in zip(sentences, found, strict=True)))
+            self.places.append(
+                [[found[lang] + (1 if lang == order else after[lang]) for lang in (0, 1)] for order in (0, 1)]
+            )
+        self.types = [
+            [self._frequent(language, np.flatnonzero(self.is_trained == is_trained), fewest) for language in (0, 1)]
+            for is_trained in (False, True)
+        ]
+        """By (held out, trained) and language: the words of the lexicon."""
 
-    def ranks(self, scores: dict[str, np.ndarray]) -> np.ndarray:
-        """The rank of the best right word for every word asked; ties count against the method."""
+    def _frequent(self, language: int, rows: np.ndarray, fewest: int) -> np.ndarray:
+        counts = Counter(word for row in rows for word in set(self.words[row][language].tolist()))
+        return np.array(sorted(word for word, times in counts.items() if times >= fewest))
+
+    def by_pair(self, block: Callable[[int], np.ndarray], fill: Any) -> np.ndarray:
+        """(…, English, French) blocks of all pairs, padded to one array with the pair in front."""
+        blocks = [block(row) for row in range(len(self.pairs))]
+        size = [max(len(words[language]) for words in self.words) for language in (0, 1)]
+        out = np.full((len(blocks), *blocks[0].shape[:-2], *size), fill, blocks[0].dtype)
+        for row, values in enumerate(blocks):
+            out[row, ..., : values.shape[-2], : values.shape[-1]] = values
+        return out
+
+    def look_up(self, table: np.ndarray, fill: Any = 0) -> dict[str, Scores]:
+        """Scores of both tasks from a table of English × French words."""
+        blocks = self.by_pair(lambda row: table[np.ix_(*self.words[row])], fill)
+        given_english = table[np.ix_(self.types[0][0], self.types[1][1])]
+        given_french = table[np.ix_(self.types[1][0], self.types[0][1])].T
+        return {"alignment": (blocks, blocks.swapaxes(1, 2)), "lexicon": (given_english[None], given_french[None])}
+
+    def closeness(self) -> Scores:
+        """How close two words of a pair stand, relative to the length of their sentences."""
+
+        def block(row: int) -> np.ndarray:
+            english, french = ((np.arange(len(words)) + 0.5) / len(words) for words in self.words[row])
+            return -np.abs(english[:, None] - french)
+
+        blocks = self.by_pair(block, 0)
+        return blocks, blocks.swapaxes(1, 2)
+
+
+Scores = tuple[np.ndarray, np.ndarray]
+"""Given English and given French: each (block, given, candidate). A block is a pair, or the whole lexicon."""
+
+
+class Task:
+    """Ranks the candidates of each given word, and says how often the translation comes first."""
+
+    def __init__(self, right: Scores, allowed: Scores, *, whole_blocks: bool) -> None:
+        self.right, self.allowed = right, allowed
+        self.asked = [values.any(2) for values in right]
+        blocks = [np.nonzero(asked)[0] for asked in self.asked]
+        # Words of one pair are not independent, and count as one when errors are estimated.
+        self.owner = np.concatenate(blocks) if whole_blocks else np.arange(sum(map(len, blocks)))
+        self.count = len(self.owner)
+        sizes = zip(right, allowed, self.asked, strict=True)
+        self.chance = float(np.concatenate([(r.sum(2) / a.sum(2).clip(1))[q] for r, a, q in sizes]).mean())
+
+    def ranks(self, scores: Scores) -> np.ndarray:
         out = []
-        for given, _, rows, right, allowed in self.directions:
-            values = np.where(allowed, scores[given][rows], -np.inf)
-            best = np.where(right, values, -np.inf).max(1)
-            out.append(1 + ((values >= best[:, None]) & ~right).sum(1))
+        for values, right, allowed, asked in zip(scores, self.right, self.allowed, self.asked, strict=True):
+            best = np.where(right, values, -np.inf).max(2, keepdims=True)
+            out.append(1 + (allowed & ~right & (values >= best)).sum(2)[asked])
         return np.concatenate(out)
 
-    def summary(self, scores: dict[str, np.ndarray]) -> dict[str, float]:
-        """Of plain scores, and of scores less what each candidate gets on average (some words go with everything)."""
+    def summary(self, scores: Scores, among: np.ndarray | None = None) -> dict[str, float]:
+        """Precision at 1 and mean reciprocal rank, plain and centered; ``among`` restricts it to some owners."""
+        kept = np.ones(self.count, bool) if among is None else among[self.owner]
+        counts = [allowed.sum(1, keepdims=True).clip(1) for allowed in self.allowed]
+        means = [
+            np.where(a, s, 0).sum(1, keepdims=True) / n for s, a, n in zip(scores, self.allowed, counts, strict=True)
+        ]
+        centered = (scores[0] - means[0], scores[1] - means[1])
         out = {}
-        for kind in ("", "_centered"):
-            used = scores if not kind else {
-                given: scores[given] - scores[given][rows].mean(0) for given, _, rows, _, _ in self.directions
-            }  # fmt: skip
-            ranks = self.ranks(used)
+        for kind, used in (("", scores), ("_centered", centered)):
+            ranks = self.ranks(used)[kept]
             for name, values in (("precision_at_1", ranks == 1), ("mean_reciprocal_rank", 1 / ranks)):
+                off = np.bincount(self.owner[kept], values - values.mean())
                 out[name + kind] = float(values.mean())
-                out[name + kind + "_error"] = float(values.std(ddof=1) / math.sqrt(len(ranks)))
+                out[name + kind + "_error"] = math.sqrt(np.square(off).sum()) / len(values)
         return out
 
-    def vectors(self, train: np.ndarray, query: np.ndarray) -> dict[str, np.ndarray]:
-        """Scores from one vector for each word: given (held out) × wanted (trained on)."""
-        return {
-            given: query[self.query.rows(given)] @ train[self.train.rows(wanted)].T
-            for given, wanted, *_ in self.directions
-        }
 
-    def shown(self, scores: dict[str, np.ndarray], count: int = 12) -> dict[str, list[str]]:
-        """The first three candidates for the commonest English words of the dictionary, right ones starred."""
-        given, wanted, rows, right, allowed = self.directions[0]
-        tokens = self.query.of_token
-        often = np.bincount(tokens[tokens >= 0], minlength=self.query.count)[self.query.rows(given)][rows]
-        out = {}
-        for place in np.argsort(-often, kind="stable")[:count]:
-            values = np.where(allowed[place], scores[given][rows[place]], -np.inf)
-            first = np.argsort(-values)[:3]
-            out[self.corpus.words[self.query.words[given][rows[place]]]] = [
-                self.corpus.words[self.train.words[wanted][index]] + ("*" if right[place, index] else "")
-                for index in first
-            ]
-        return out
-
-    def chance(self, repeats: int = 200) -> dict[str, float]:
-        """Random scores."""
-        generator = np.random.default_rng(0)
-        ranks = np.concatenate([
-            self.ranks({
-                given: generator.random((len(self.query.words[given]), len(self.train.words[wanted])))
-                for given, wanted, *_ in self.directions
-            })
-            for _ in range(repeats)
-        ])  # fmt: skip
-        return {"precision_at_1": float((ranks == 1).mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
+def build_tasks(observed: Observed, dictionary: np.ndarray) -> dict[str, Task]:
+    right = observed.look_up(dictionary, False)
+    allowed = observed.look_up(~np.eye(len(dictionary), dtype=bool), False)
+    return {name: Task(right[name], allowed[name], whole_blocks=name == "alignment") for name in right}
 
 
-def cooccurrence(corpus: Corpus, pairs: Sequence[int], evaluation: Evaluation) -> dict[str, dict[str, np.ndarray]]:
-    """Positive PMI, Dice coefficient and count over the given pairs (each counted once)."""
-    size = len(corpus.words)
-    present = {language: np.zeros((len(pairs), size), np.float32) for language in LANGUAGES}
-    for language, table in present.items():
-        for row, pair in enumerate(pairs):
-            table[row, corpus.sentences[language][pair]] = 1
-    out: dict[str, dict[str, np.ndarray]] = {"positive PMI": {}, "Dice": {}, "count": {}}
-    for given, wanted, *_ in evaluation.directions:
-        left = present[given][:, evaluation.query.words[given]]
-        right = present[wanted][:, evaluation.train.words[wanted]]
-        both, alone, other = left.T @ right, left.sum(0)[:, None], right.sum(0)[None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            # A word that is not among these pairs goes with nothing.
-            information = np.log(both * len(pairs) / (alone * other))
-            out["positive PMI"][given] = np.maximum(np.nan_to_num(information, neginf=0), 0)
-            out["Dice"][given] = np.nan_to_num(2 * both / (alone + other))
-        out["count"][given] = both
+# ------------------------------------------------------------------------------------------------------- token vectors
+
+Reduced = dict[str, dict[str, np.ndarray]]
+"""Arrays by kind and name."""
+
+Vectors = Callable[[int], dict[str, tuple[Tensor, Tensor]]]
+"""Of a pair: for each kind a vector for every English and every French word, (order, word, component) each."""
+
+
+def reduce(observed: Observed, vectors: Vectors, size: int, device: str) -> Reduced:
+    """Dot products of token vectors, for each kind: of a pair's words in all orders, and of words' mean vectors."""
+    types = observed.types
+    counts = [[torch.zeros(len(words), device=device) for words in side] for side in types]
+    kinds = list(vectors(0))
+    sums = {
+        kind: [[torch.zeros(2, len(words), size, device=device) for words in side] for side in types] for kind in kinds
+    }
+
+    def block(row: int) -> np.ndarray:
+        side, found, products = int(observed.is_trained[row]), vectors(row), []
+        for language, words in enumerate(observed.words[row]):
+            kept = types[side][language]
+            at = np.searchsorted(kept, words).clip(max=len(kept) - 1)
+            known = np.flatnonzero(kept[at] == words)
+            into, taken = torch.from_numpy(at[known]).to(device), torch.from_numpy(known).to(device)
+            counts[side][language].index_add_(0, into, torch.ones(len(known), device=device))
+            for kind in kinds:
+                sums[kind][side][language].index_add_(1, into, found[kind][language][:, taken])
+        for kind in kinds:
+            english, french = (values.flatten(0, 1) for values in found[kind])
+            products.append((english @ french.T).view(2, len(english) // 2, 2, len(french) // 2).transpose(1, 2))
+        return torch.stack(products).cpu().numpy()
+
+    blocks = observed.by_pair(block, 0)
+    out = {}
+    for number, kind in enumerate(kinds):
+        out[kind] = {"alignment": blocks[:, number]}
+        for given in (0, 1):
+            for reading in READINGS["lexicon"]:
+                means = []
+                for side, language in ((0, given), (1, 1 - given)):
+                    total = sums[kind][side][language]
+                    # English comes second in order 1, French in order 0.
+                    chosen = total.mean(0) if reading == "all tokens" else total[1 - language]
+                    means.append(chosen / counts[side][language][:, None])
+                out[kind][f"{reading}, given {LANGUAGES[given]}"] = (means[0] @ means[1].T).cpu().numpy()
     return out
 
 
-def gradients_by_type(
-    model: nn.Module, moving: MovingWeights, parts: dict[str, Tensor], data: Sequences, types: Types, *, most: int
-) -> dict[str, Tensor]:
-    """Mean gradient, and mean unit gradient, of each word's token losses (at most ``most`` tokens a word).
+READINGS = {
+    "alignment": {"other order": "o", "same sequence": "s", "mean": "D"},
+    "lexicon": {"all tokens": "o", "second sentences": "s"},
+}
+"""What is read off reduced results for each task, and its mark in the figure."""
 
-    ``parts`` are sets of the moving weights, as masks: for each the dot product of two means is the mean dot product,
-    and that of mean unit vectors the mean cosine.
-    """
-    device = moving.center.device
-    generator = np.random.default_rng(0)
-    places = [np.argwhere(types.of_token == kind) for kind in range(types.count)]
-    chosen = [generator.permutation(place)[:most] for place in places]
-    kinds = torch.from_numpy(np.repeat(np.arange(types.count), list(map(len, chosen)))).to(device)
-    sizes = torch.bincount(kinds, minlength=types.count)[:, None]
-    where = torch.from_numpy(np.concatenate(chosen)).to(device)
-    order = where[:, 1].argsort()  # by position: what follows a token does not matter to it, and is cut off
-    network: Any = model
 
-    class OneLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = network
-
-        def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
-            hidden = self.model.base_model(input_ids=tokens[None, :-1], use_cache=False)[0][0]
-            state = hidden.index_select(0, position[None] - 1)
-            return F.cross_entropy(self.model.get_output_embeddings()(state), tokens.index_select(0, position[None]))
-
-    def loss(flat: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
-        weights = {f"model.{name}": value for name, value in moving.unflatten(flat).items()}
-        return functional_call(OneLoss(), weights, (tokens, position))
-
-    every = vmap(grad(loss), in_dims=(None, 0, 0))
-    tokens = data.tokens.to(device)
-    out = {
-        f"{name}/{kind}": torch.zeros(types.count, int(mask.sum()), device=device)
-        for name, mask in parts.items()
-        for kind in ("dot product", "cosine")
+def readings(reduced: dict[str, np.ndarray]) -> list[tuple[str, str, Scores]]:
+    """Task, reading and scores."""
+    blocks = reduced["alignment"]  # (pair, order of the English, order of the French, English, French)
+    pairs = {
+        "other order": (blocks[:, 1, 0], blocks[:, 1, 0]),
+        "same sequence": (blocks[:, 1, 1], blocks[:, 0, 0]),
+        "mean": (blocks.mean((1, 2)),) * 2,
     }
-    with torch.no_grad():
-        for number in order.split(max(1, 200_000_000 // moving.total)):
-            rows, positions = where[number].T
-            gradient = every(moving.center, tokens[rows, : int(positions.max()) + 1], positions)
-            for name, mask in parts.items():
-                part = gradient[:, mask]
-                out[f"{name}/dot product"].index_add_(0, kinds[number], part)
-                out[f"{name}/cosine"].index_add_(0, kinds[number], part / part.norm(dim=1, keepdim=True))
-    return {name: value / sizes for name, value in out.items()}
+    return [("alignment", name, (english, french.swapaxes(1, 2))) for name, (english, french) in pairs.items()] + [
+        ("lexicon", name, (reduced[f"{name}, given english"][None], reduced[f"{name}, given french"][None]))
+        for name in READINGS["lexicon"]
+    ]
+
+
+def standard_traces(run: jostle.Run, name: str, device: str) -> Tensor:
+    """The losses of a set, (token, draw), each token's with mean 0 and norm 1: dot products are correlations."""
+    losses = run.traces.losses(name)
+    _, draws, tokens = losses.shape
+    healthy = [chain for chain in range(run.config["chains"]) if chain not in run.failed_chains]
+    out = torch.empty(tokens, len(healthy) * draws, device=device)
+    for place, chain in enumerate(healthy):
+        for start in range(0, draws, losses.chunks[1]):
+            part = torch.from_numpy(np.asarray(losses[chain, start : start + losses.chunks[1]])).to(device)
+            out[:, place * draws + start :][:, : len(part)] = part.T
+    out -= out.mean(1, keepdim=True)
+    norm = out.norm(dim=1, keepdim=True)
+    return out.div_(norm.where(norm > 0, torch.inf))
+
+
+def reduce_run(run: jostle.Run, observed: Observed, device: str) -> Reduced:
+    """Posterior correlations; and the same with the draws of the English losses shuffled."""
+    names = ("train", "query")
+    traces = [standard_traces(run, name, device) for name in names]
+    offsets = [np.asarray(run.traces.columns(name).offsets) for name in names]
+    draws = traces[0].shape[1]
+    shuffled = torch.randperm(draws, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def vectors(row: int) -> dict[str, tuple[Tensor, Tensor]]:
+        english, french = (
+            # The first token of a sequence has no loss, so position s is entry s − 1.
+            torch.stack([
+                traces[order][torch.from_numpy(offsets[order][row] + observed.places[row][order][language] - 1)]
+                for order in (0, 1)
+            ])
+            for language in (0, 1)
+        )  # fmt: skip
+        return {"correlation": (english, french), "shuffled draws": (english[:, :, shuffled], french)}
+
+    return reduce(observed, vectors, draws, device)
+
+
+def difference(run: jostle.Run, observed: Observed, blocks: np.ndarray, row: int) -> float:
+    """How far a pair's reduced correlations are from what the run itself says, at most."""
+    found = -run.token_influence(train=row, query=row, normalize=True).values
+    (english, french), (english_second, french_first) = ([at - 1 for at in at_] for at_ in observed.places[row])
+    expected = [found[np.ix_(english, french_first)], found[np.ix_(french, english_second)].T]
+    size = expected[0].shape
+    reduced = [blocks[row, order, 1 - order, : size[0], : size[1]] for order in (0, 1)]
+    return float(max(np.abs(a - b).max() for a, b in zip(reduced, expected, strict=True)))
+
+
+def reduce_gradients(model: nn.Module, weights: str, observed: Observed, device: str) -> Reduced:
+    """Dot products and cosines of the gradients of token losses at w*."""
+    moving = MovingWeights(model, weights)
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in moving.names]
+
+    def vectors(row: int) -> dict[str, tuple[Tensor, Tensor]]:
+        tokens = torch.tensor([observed.corpus.sequence(observed.pairs[row], order) for order in (0, 1)], device=device)
+        losses = TokenLosses(model)(tokens)
+        chosen = torch.cat([losses[order, np.concatenate(observed.places[row][order]) - 1] for order in (0, 1)])
+        each = torch.eye(len(chosen), device=device)
+        found = torch.autograd.grad(chosen, parameters, each, is_grads_batched=True)
+        gradients = torch.cat([part.flatten(1) for part in found], 1).view(2, -1, moving.total)
+        count = len(observed.words[row][0])
+        unit = F.normalize(gradients, dim=2)
+        return {"dot": (gradients[:, :count], gradients[:, count:]), "cosine": (unit[:, :count], unit[:, count:])}
+
+    return reduce(observed, vectors, moving.total, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------- all
@@ -556,304 +552,267 @@ class Setting:
     has_gradient: bool
     seed: int = 0
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         kind = "BIF" if self.has_gradient else "no gradient"
         return f"{kind}, {self.weights}, rise {self.rise:g}" + (f", seed {self.seed}" if self.seed else "")
 
-    @property
-    def file(self) -> str:
-        return re.sub(r"[^\w.+]+", "-", self.name) + ".npz"
 
-
-RISES = (0.1, 0.3, 1.0)
+CHOICES = [("attention", 0.3), ("embedding", 0.3), ("attention+mlp", 0.3), ("attention", 1.0), ("attention", 0.1)]
 SETTINGS = [
-    Setting(weights, rise, has_gradient)
-    for weights in ("attention", "embedding", "attention+mlp")
-    for rise in (0.3, 1.0, 0.1)
-    for has_gradient in (True, False)
-] + [Setting("attention", rise, True, seed=1) for rise in (0.3, 1.0, 0.1)]
+    Setting("attention", 0.3, True), Setting("attention", 0.3, False),
+    *(Setting(*choice, True) for choice in CHOICES[1:]), *(Setting(*choice, False) for choice in CHOICES[1:]),
+]  # fmt: skip
+"""The most important first; a second seed of the best comes last."""
 
 
-def sample(
-    setting: Setting, model: nn.Module, sets: dict[str, Sequences], drawn_from: Sequences, types: dict[str, Types],
-    calibration: dict[str, Any], arguments: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
-    """Sample one setting, or read what an earlier call left of it; losses averaged by word."""
-    path = arguments.work / setting.file
-    if path.exists():
-        with np.load(path) as stored:
-            return {name: stored[name] for name in stored.files if name != "about"} | {
-                "about": json.loads(str(stored["about"]))
-            }
-    known = calibration[setting.weights]["wanted"][f"{setting.rise:g}"]
-    localization, curvature = known["localization"], max(known["curvature_at_center_and_perturbed"])
-    n_beta = 3 * localization / curvature if setting.has_gradient else 0.0
+def kept(path: Path, make: Callable[[], tuple[Reduced, dict[str, Any]]]) -> tuple[Reduced, dict[str, Any]]:
+    """Arrays and what is to be said of them: as an earlier call left them, or as made now."""
+    if not path.exists():
+        made, about = make()
+        arrays: Any = {f"{kind}/{name}": values for kind, named in made.items() for name, values in named.items()}
+        np.savez(path.with_suffix(".unfinished.npz"), about=np.array(json.dumps(about)), **arrays)
+        path.with_suffix(".unfinished.npz").rename(path)
+    out: Reduced = {}
+    with np.load(path) as stored:
+        for kind, _, name in (key.partition("/") for key in stored.files if key != "about"):
+            out.setdefault(kind, {})[name] = stored[f"{kind}/{name}"]
+        return out, json.loads(str(stored["about"]))
+
+
+def sample(setting: Setting, model: nn.Module, corpus: Corpus, observed: Observed, drawn_from: Sequence[int],
+           known: dict[str, float], directory: Path, arguments: argparse.Namespace) -> Any:  # fmt: skip
+    """Sample one setting, or go on where it was interrupted, and reduce its traces."""
+    device, localization = next(model.parameters()).device.type, known["localization"]
     started = time.perf_counter()
     run = jostle.attribute(
-        model, sets["train"].columns, sets["query"].columns, sampling_data=drawn_from.columns,
+        model,
+        *([corpus.sequence(pair, order) for pair in observed.pairs] for order in (0, 1)),
+        sampling_data=[corpus.sequence(pair, order) for pair in drawn_from for order in (0, 1)],
         loss=jostle.losses.next_token(),
-        posterior=jostle.Posterior(n_beta=n_beta, localization=localization, weights=setting.weights),
-        chains=arguments.chains, batch_size=64, seed=setting.seed, progress=False, observation_batch_size=512,
-        **(
-            {"sampler": jostle.SGLD(step_size=0.4 / localization), "draws": arguments.draws,
-             "burn_in": arguments.burn_in, "thin": arguments.thin}
-            if setting.has_gradient  # without one, every step is a new draw
-            else {"sampler": jostle.Gaussian(), "draws": 4 * arguments.draws, "burn_in": 1, "thin": 1}
+        posterior=jostle.Posterior(
+            n_beta=localization / known["largest_curvature"] if setting.has_gradient else 0.0,
+            localization=localization, weights=setting.weights,
         ),
+        sampler=jostle.OrnsteinUhlenbeck(step_size=4 / localization) if setting.has_gradient else jostle.Gaussian(),
+        chains=arguments.chains, draws=arguments.draws // arguments.chains, thin=1,
+        burn_in=8 if setting.has_gradient else 1, batch_size=64, seed=setting.seed, out=directory, progress=False,
+        precision="bfloat16" if device == "cuda" else "model",
     )  # fmt: skip
-    about = run.diagnostics()
-    result: dict[str, Any] = {
-        f"{name}/{kind}": values for name in sets for kind, values in traces_by_type(run, name, types[name]).items()
-    }
-    result["about"] = {
-        "localization": localization, "n_beta": n_beta, "seconds": round(time.perf_counter() - started, 1),
-        **{key: about[key] for key in ("mean_loss_at_center", "mean_loss", "effective_draws")},
-        "failed_chains": len(about["failed_chains"]),
+    sampled = time.perf_counter()
+    reduced = reduce_run(run, observed, device)
+    diagnostics = run.diagnostics()
+    told = ("mean_loss_at_center", "mean_loss", "effective_draws", "autocorrelation_time")
+    about = {
+        **known, "n_beta": run.config["posterior"]["n_beta"], **{key: diagnostics[key] for key in told},
+        "draws": f"{arguments.chains} × {arguments.draws // arguments.chains}", "failed_chains": run.failed_chains,
+        "execution": run.manifest["execution"], "sampling_seconds": round(sampled - started, 1),
+        "reducing_seconds": round(time.perf_counter() - sampled, 1),
+        "difference_from_token_influence": difference(run, observed, reduced["correlation"]["alignment"], 0),
     }  # fmt: skip
-    stored: Any = result | {"about": np.array(json.dumps(result["about"]))}
-    np.savez(path, **stored)
-    return result
-
-
-def score(setting: Setting, sampled: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-    row: dict[str, Any] = sampled["about"] | {"weights": setting.weights, "rise": setting.rise, "seed": setting.seed}
-    for kind in (name.removeprefix("train/") for name in sampled if name.startswith("train/")):
-        scores = evaluation.vectors(sampled[f"train/{kind}"], sampled[f"query/{kind}"])
-        row[kind] = evaluation.summary(scores)
-        if kind == "correlation":
-            row["first_three"] = evaluation.shown(scores)
-            # The same numbers, but the draws of one set no longer belong to those of the other.
-            shuffled = np.random.default_rng(0).permutation(sampled["query/correlation"].shape[1])
-            control = evaluation.vectors(sampled["train/correlation"], sampled["query/correlation"][:, shuffled])
-            row["shuffled draws"] = evaluation.summary(control)
-    return row
-
-
-OTHERS = ("correlation of first sentences", "correlation of second sentences", "covariance", "shuffled draws")
-"""What else is read off the same draws, besides the correlation over all tokens."""
+    return reduced, about
 
 
 def line(name: str, row: dict[str, float]) -> str:
-    text = f"{name:52} {row['precision_at_1']:.3f}"
-    if "precision_at_1_error" in row:
-        text += f" ± {row['precision_at_1_error']:.3f}   MRR {row['mean_reciprocal_rank']:.3f}"
-        text += f"   centred {row['precision_at_1_centered']:.3f}, {row['mean_reciprocal_rank_centered']:.3f}"
-    return text
+    return (
+        f"{name:60} {row['precision_at_1']:.3f} ± {row['precision_at_1_error']:.3f}   "
+        f"centered {row['precision_at_1_centered']:.3f} ± {row['precision_at_1_centered_error']:.3f}   "
+        f"MRR {row['mean_reciprocal_rank']:.3f}, {row['mean_reciprocal_rank_centered']:.3f}"
+    )
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Precision at 1 of everything, as bars."""
+    """Precision at 1 of centered scores, a panel for each task, a mark for each reading."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [(name, row, "0.65") for name, row in record["baselines"].items()]
-    for name, row in record["settings"].items():
-        if "failed" in row:
-            continue
-        rows.append((name, row["correlation"], "tab:blue" if row["n_beta"] else "tab:orange"))
-    figure, axis = plt.subplots(figsize=(8, 0.26 * len(rows) + 1), layout="constrained")
-    places = np.arange(len(rows))[::-1]
-    axis.barh(
-        places, [row["precision_at_1"] for _, row, _ in rows], xerr=[row["precision_at_1_error"] for _, row, _ in rows],
-        color=[color for _, _, color in rows],
-    )  # fmt: skip
-    axis.axvline(record["chance"]["precision_at_1"], color="black", linewidth=0.8, linestyle=":")
-    axis.set_yticks(places, [name for name, _, _ in rows], fontsize=8)
-    axis.set_xlabel(f"translation found first, of {record['words_asked']} words (dotted: chance)")
-    axis.spines[["top", "right"]].set_visible(False)
+    figure, axes = plt.subplots(1, 2, figsize=(13, 7), layout="constrained")
+    for axis, (task, marks) in zip(axes, READINGS.items(), strict=True):
+        rows: dict[str, dict[str, Any]] = {}
+        for name, row in record["baselines"][task].items():
+            base, _, reading = name.rpartition(": ")
+            rows.setdefault(base or name, {})[reading if base else ""] = row
+        for name, setting in record["settings"].items():
+            rows[name] = {reading: setting["correlation"][f"{task}: {reading}"] for reading in marks}
+        for height, (name, by_reading) in enumerate(reversed(rows.items())):
+            color = "0.4" if name not in record["settings"] else "tab:orange" if "no gr" in name else "tab:blue"
+            for reading, row in by_reading.items():
+                axis.errorbar(
+                    row["precision_at_1_centered"], height, xerr=row["precision_at_1_centered_error"],
+                    fmt=marks.get(reading, "o"), color=color, markersize=5,
+                )  # fmt: skip
+        for reading, mark in marks.items():
+            axis.plot([], [], mark, color="0.4", label=reading)
+        axis.axvline(record["chance"][task], color="black", linewidth=0.8, linestyle=":", label="chance")
+        axis.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
+        axis.set_xlabel(f"{task}: translation found first, of {record['words_asked'][task]} words")
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def calibrate(model: nn.Module, tokens: Tensor, path: Path, quick: bool) -> dict[str, Any]:
-    """Localizations that raise the loss as wanted, and the largest curvature, for each choice of weights."""
-    if path.exists():
-        return json.loads(path.read_text())
-    out: dict[str, Any] = {}
-    for weights in dict.fromkeys(setting.weights for setting in SETTINGS):
-        moving = MovingWeights(model, weights)
-        found = rises(model, moving, tokens, repeats=1 if quick else 4)
-        wanted = {}
-        for rise in RISES:
-            distance = {at: abs(math.log(max(value, 1e-9) / rise)) for at, value in found.items()}
-            localization = min(distance, key=distance.__getitem__)
-            # A model that fits its data well is flat there and nowhere else; chains live around it.
-            torch.manual_seed(0)
-            noise = torch.randn(2, moving.total, device=tokens.device) / math.sqrt(localization)
-            points = [moving.center, *(moving.center + noise)]
-            curvatures = [largest_curvature(model, moving, at, tokens, 3 if quick else 15) for at in points]
-            wanted[f"{rise:g}"] = {"localization": localization, "curvature_at_center_and_perturbed": curvatures}
-        out[weights] = {
-            "moving_weights": moving.total,
-            "rise_of_loss": {f"{at:g}": value for at, value in found.items()},
-            "wanted": wanted,
-        }
-        say(weights, json.dumps(wanted))
-    path.write_text(json.dumps(out))
-    return out
-
-
-def gradient_baselines(
-    model: nn.Module, sets: dict[str, Sequences], types: dict[str, Types], evaluation: Evaluation, most: int
-) -> dict[str, dict[str, float]]:
-    moving = MovingWeights(model, "attention+mlp+embedding")
-    parts = {}
-    for weights in dict.fromkeys(setting.weights for setting in SETTINGS):
-        names = set(MovingWeights(model, weights).names)
-        parts[weights] = torch.zeros(moving.total, dtype=torch.bool, device=moving.center.device)
-        for name, place in moving.slices.items():
-            parts[weights][place] = name in names
-    sides = {name: gradients_by_type(model, moving, parts, data, types[name], most=most) for name, data in sets.items()}
-    out = {}
-    for kind in sides["train"]:
-        left, right = sides["train"][kind], sides["query"][kind]
-        products = {
-            given: (right[types["query"].rows(given)] @ left[types["train"].rows(wanted)].T).cpu().numpy()
-            for given, wanted, *_ in evaluation.directions
-        }
-        weights, measure = kind.split("/")
-        out[f"gradient {measure}, {weights}"] = evaluation.summary(products)
-    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Does the per-token BIF find a word's translation?")
     parser.add_argument("--english", type=Path, required=True)
     parser.add_argument("--french", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="where model and samples are kept between calls")
-    parser.add_argument("--record", type=Path, default=RECORD)
-    parser.add_argument("--figure", type=Path, help=f"also draw the table (for example {FIGURE.name})")
+    parser.add_argument("--work", type=Path, required=True, help="where model and results are kept between calls")
+    parser.add_argument("--record", type=Path, help=f"default: {RECORD.name} among the records; with --quick in --work")
+    parser.add_argument("--figure", type=Path, help="also draw everything (needs matplotlib)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no setting that would end after this")
-    parser.add_argument("--pairs", type=int, default=512, help="observed pairs: as many trained on as held out")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--draws", type=int, default=8000, help="of all chains together")
     parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--draws", type=int, default=100)
-    parser.add_argument("--burn-in", type=int, default=16)
-    parser.add_argument("--thin", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=512, help="observed pairs: as many trained on as held out")
+    parser.add_argument("--corpus", type=int, help="use only so many pairs of the files")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--hidden", type=int, default=192, help="the model's width, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="a small version that shows only that it runs")
     arguments = parser.parse_args()
-    started = time.perf_counter()
-    if arguments.quick:
-        arguments.pairs, arguments.epochs, arguments.draws, arguments.chains = 48, 1, 6, 2
-        arguments.burn_in, arguments.thin = 4, 2
-        torch.set_num_threads(1)
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    started, quick = time.perf_counter(), arguments.quick
+    if quick:
+        arguments.corpus, arguments.pairs, arguments.epochs, arguments.draws = 1000, 24, 1, 24
+        arguments.hidden, arguments.layers = 64, 2
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fewest = 2 if arguments.quick else 4
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(format="    %(message)s")
+    logging.getLogger("jostle").setLevel(logging.INFO)
 
-    paths = {"english": arguments.english, "french": arguments.french}
-    corpus = Corpus.read(paths, 1200 if arguments.quick else None)
-    dictionary = build_dictionary(corpus, fewest=5 if arguments.quick else 30)
-    order = np.random.default_rng(0).permutation(len(corpus))
-    query_pairs, trained_pairs = order[: arguments.pairs].tolist(), order[arguments.pairs :].tolist()
-    train_pairs = trained_pairs[: arguments.pairs]
-    sets = {"train": Sequences.of(corpus, train_pairs), "query": Sequences.of(corpus, query_pairs)}
-    drawn_from = Sequences.of(corpus, trained_pairs[: 8 * arguments.pairs])
-    types = {name: Types.of(data, corpus, fewest) for name, data in sets.items()}
-    evaluation = Evaluation(corpus, dictionary, types["train"], types["query"])
-    say(
-        f"{len(corpus):,} pairs, {len(corpus.words):,} words; {dictionary.sum()} dictionary entries; "
-        f"{evaluation.count} words asked of {[len(words) for words in types['train'].words.values()]} candidates, "
-        f"{time.perf_counter() - started:.0f} s"
+    def file(name: str) -> Path:
+        return arguments.work / (re.sub(r"[^\w+]+", "-", name) + ".npz")
+
+    def clock() -> str:
+        return f"[{time.perf_counter() - started:.0f} s]"
+
+    corpus = Corpus.read([arguments.english, arguments.french], arguments.corpus)
+    translations, _ = kept(
+        file("dictionary"), lambda: ({"": {"": build_dictionary(corpus, fewest=5 if quick else 30)}}, {})
     )
+    dictionary = translations[""][""]
+    order = np.random.default_rng(0).permutation(len(corpus.pairs)).tolist()
+    held_out, trained = order[: arguments.pairs], order[arguments.pairs :]
+    drawn_from = trained[: 8 * arguments.pairs]
+    observed = Observed(corpus, trained[: arguments.pairs], held_out, fewest=2 if quick else 4)
+    tasks = build_tasks(observed, dictionary)
+    entries = [f"{corpus.words[e]} {corpus.words[f]}" for e, f in np.argwhere(dictionary)]
+    entries_shown = entries[:: -(-len(entries) // 24)]
+    say(clock(), f"{len(corpus.pairs):,} pairs, {len(corpus.words):,} words, {len(entries)} dictionary entries:")
+    say("   ", ", ".join(entries_shown))
+    for name, task in tasks.items():
+        say(f"{name}: {task.count} words asked, chance {task.chance:.4f}")
 
-    model = build_model(len(corpus.words), arguments.quick).to(device)
+    model = build_model(len(corpus.words), arguments.hidden, arguments.layers).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stored, about_training = arguments.work / "model.safetensors", arguments.work / "training.json"
-    if stored.exists():
-        model.load_state_dict(load_file(stored), strict=False)  # the tied unembedding is stored once
-        model.to(device)
-        training = json.loads(about_training.read_text())
-    else:
-        training = train_model(model, Sequences.of(corpus, trained_pairs), sets["query"], arguments.epochs)
-        unembedding = {"lm_head.weight"}
-        state = {name: value.cpu() for name, value in model.state_dict().items() if name not in unembedding}
-        about_training.write_text(json.dumps(training))
-        save_file(state, stored)
-    model.eval()
-    say(f"{parameters:,} parameters, {training}")
+    if not stored.exists():
+        tokens, others = (corpus.padded(pairs).to(device) for pairs in (trained, held_out))
+        about_training.write_text(json.dumps(train_model(model, tokens, others, arguments.epochs)))
+        # The tied unembedding is stored once.
+        save_file({name: v.cpu() for name, v in model.state_dict().items() if name != "lm_head.weight"}, stored)
+    model.load_state_dict(load_file(stored), strict=False)
+    model.to(device).eval()
+    training = json.loads(about_training.read_text())
+    say(clock(), f"{parameters:,} parameters, {training}")
 
-    calibration = calibrate(
-        model,
-        drawn_from.tokens[: 16 if arguments.quick else 256].to(device),
-        arguments.work / "calibration.json",
-        arguments.quick,
-    )
     record: dict[str, Any] = {
         "workload": "Multi30k English–French, Llama architecture, word-level vocabulary, both orders",
-        "quick": arguments.quick, "parameters": parameters, "training": training, "pairs": len(corpus),
+        "quick": quick, "parameters": parameters, "training": training, "pairs": len(corpus.pairs),
         "observed": f"{arguments.pairs} pairs trained on, {arguments.pairs} held out, each in both orders",
-        "sampling_data": f"{len(drawn_from.tokens)} training sequences, batch 64",
-        "sampler": "SGLD, step 0.4/localization, n_beta = 3·localization/largest curvature",
-        "draws": f"{arguments.chains} chains × {arguments.draws}, thin {arguments.thin}, burn-in {arguments.burn_in}",
+        "sampling_data": f"{len(drawn_from)} training pairs in both orders, batch 64",
+        "sampler": "Ornstein–Uhlenbeck, step 4/localization, n_beta = localization/largest curvature, thin 1",
         "dictionary": "IBM model 1 both ways on all pairs, √(t(f|e)·t(e|f)) ≥ 0.3, content words",
-        "dictionary_entries": int(dictionary.sum()), "words_asked": evaluation.count,
-        "candidates": {language: len(words) for language, words in types["train"].words.items()},
-        "chance": evaluation.chance(), "calibration": calibration, "baselines": {}, "settings": {}, "not_run": [],
+        "dictionary_entries": len(entries), "some_entries": entries_shown,
+        "words_asked": {name: task.count for name, task in tasks.items()},
+        "chance": {name: task.chance for name, task in tasks.items()},
+        "baselines": {"alignment": {}, "lexicon": {}}, "settings": {}, "failed": {}, "not_run": [],
     }  # fmt: skip
-    say(line("chance", record["chance"]))
-    baselines: dict[str, dict[str, float]] = record["baselines"]
+    baselines: dict[str, dict[str, Any]] = record["baselines"]
 
-    def store() -> None:
-        write_record(arguments.record, record)
-        if arguments.figure:
-            draw(record, arguments.figure)
+    def add_baseline(task: str, name: str, scores: Scores) -> None:
+        baselines[task][name] = tasks[task].summary(scores)
+        say(line(f"{task}: {name}", baselines[task][name]))
 
-    everyone = {"observed training pairs": train_pairs, "both observed sets": [*train_pairs, *query_pairs]}
-    for where, pairs in everyone.items():
-        for name, scores in cooccurrence(corpus, pairs, evaluation).items():
-            baselines[f"{name}, {where}"] = evaluation.summary(scores)
     network: Any = model
     unit = F.normalize(network.get_input_embeddings().weight.detach(), dim=1).cpu().numpy()
-    by_side = {
-        name: unit[np.concatenate([kind.words[language] for language in LANGUAGES])] for name, kind in types.items()
-    }
-    baselines["embedding cosine"] = evaluation.summary(evaluation.vectors(by_side["train"], by_side["query"]))
-    stored_gradients = arguments.work / "gradients.json"
-    if not stored_gradients.exists():
-        begun = time.perf_counter()
-        rows = gradient_baselines(model, sets, types, evaluation, most=4 if arguments.quick else 48)
-        stored_gradients.write_text(json.dumps(rows))
-        say(f"gradients: {time.perf_counter() - begun:.0f} s")
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    baselines |= json.loads(stored_gradients.read_text())
-    record["baselines"] = baselines
-    for name, row in baselines.items():
-        say(line(name, row))
-    store()
+    tables = {"embedding cosine": unit @ unit.T}
+    for where, pairs in {"observed pairs": observed.pairs, "all pairs": range(len(corpus.pairs))}.items():
+        tables |= {f"{name}, {where}": table for name, table in cooccurrence(corpus, pairs).items()}
+    for name, table in tables.items():
+        for task, scores in observed.look_up(table).items():
+            add_baseline(task, name, scores)
+    add_baseline("alignment", "relative position", observed.closeness())
 
+    tokens = corpus.padded(drawn_from[:128]).to(device)
     longest = 0.0
-    for setting in SETTINGS[: 2 if arguments.quick else None]:
-        begun = time.perf_counter()
-        is_new = not (arguments.work / setting.file).exists()
+
+    def run_setting(setting: Setting) -> None:
+        nonlocal longest
+        begun, weights = time.perf_counter(), setting.weights
+        stored = file(str(setting))
+        is_new = not stored.exists()
         if is_new and begun - started + longest > 60 * arguments.minutes:
-            record["not_run"].append(setting.name)
-            continue
-        try:
-            sampled = sample(setting, model, sets, drawn_from, types, calibration, arguments)
-        except jostle.ChainsFailedError as error:
-            record["settings"][setting.name] = {"failed": str(error)}
-            say(f"{setting.name:52} {error}")
-            continue
-        row = score(setting, sampled, evaluation)
-        record["settings"][setting.name] = row
-        store()
-        say(line(setting.name, row["correlation"]))
-        say("    " + ", ".join(f"{kind} {row[kind]['precision_at_1']:.3f}" for kind in OTHERS))
-        say(
-            f"    loss {row['mean_loss']:.3f} ({row['mean_loss_at_center']:.3f} at w*), localization "
-            f"{row['localization']:g}, n_beta {row['n_beta']:.3g}, effective draws {row['effective_draws']}, "
-            f"{row['seconds']} s"
+            record["not_run"].append(str(setting))
+            return
+        _, known = kept(
+            file(f"calibration, {weights}, {setting.rise}"),
+            lambda: ({}, calibrate(model, weights, setting.rise, tokens, quick)),
         )
+        say(clock(), f"{setting}: {known}")
+        try:
+            kinds, about = kept(
+                stored,
+                lambda: sample(setting, model, corpus, observed, drawn_from, known, stored.with_suffix(""), arguments),
+            )
+        except jostle.ChainsFailedError as error:
+            record["failed"][str(setting)] = str(error)
+            say(clock(), f"{setting}: {error}")
+            return
+        shutil.rmtree(stored.with_suffix(""), ignore_errors=True)  # gigabytes of traces, of which enough is kept now
+        row: dict[str, Any] = dict(about)
+        for kind, reduced in kinds.items():
+            row[kind] = {}
+            for task, reading, scores in readings(reduced):
+                found: dict[str, Any] = dict(tasks[task].summary(scores))
+                row[kind][f"{task}: {reading}"] = found
+                if task == "alignment":
+                    for half, among in (("trained", observed.is_trained), ("held out", ~observed.is_trained)):
+                        found[f"{half} pairs"] = tasks[task].summary(scores, among)
+                say(line(f"{task}: {setting}: {reading}" + (f", {kind}" if kind != "correlation" else ""), found))
+        record["settings"][str(setting)] = row
+        say(clock(), json.dumps(about))
+        write_record(record_path, record)
+        if f"gradient cosine, {weights}: mean" not in baselines["alignment"]:
+            gradients, _ = kept(
+                file(f"gradients, {weights}"), lambda: (reduce_gradients(model, weights, observed, device), {})
+            )
+            for kind, reduced in gradients.items():
+                for task, reading, scores in readings(reduced):
+                    add_baseline(task, f"gradient {kind}, {weights}: {reading}", scores)
+            torch.cuda.empty_cache()
+            say(clock(), f"gradients of {weights}")
+            write_record(record_path, record)
         if is_new:
             longest = max(longest, time.perf_counter() - begun)
+
+    record_path = arguments.record or (arguments.work / "record.json" if quick else RECORD)
+    for setting in SETTINGS if not quick else (SETTINGS[0], Setting("embedding", 0.3, False)):
+        run_setting(setting)
+    if record["settings"] and not quick:
+
+        def headline(setting: Setting) -> float:
+            found = record["settings"].get(str(setting), {"correlation": {}})["correlation"]
+            marks = [
+                found[f"alignment: {reading}"]["precision_at_1_centered"] for reading in READINGS["alignment"] if found
+            ]
+            return max(marks, default=-1.0)
+
+        run_setting(replace(max(SETTINGS, key=headline), seed=1))
     if record["not_run"]:
         say("not run, for want of time (call again):", record["not_run"])
-    store()
+    write_record(record_path, record)
+    if arguments.figure:
+        draw(record, arguments.figure)
 
 
 if __name__ == "__main__":
