@@ -265,3 +265,20 @@ def test_weight_restriction_leaves_the_noise_of_the_others_alone() -> None:
     noise = next(jostle.randomness.noise(0, [1], 4, all_weights, torch.device("cpu")))[1]
     restricted = next(jostle.randomness.noise(0, [1], 4, some, torch.device("cpu")))[1]
     np.testing.assert_array_equal(noise[:, -some.total :], restricted)
+
+
+def test_ragged_sequences_run_side_by_side(caplog: pytest.LogCaptureFixture) -> None:
+    from test_posterior import Tied
+    from test_traces import sequences
+
+    def losses(at_once: int | None) -> np.ndarray:
+        torch.manual_seed(0)
+        run = jostle.attribute(
+            Tied().double(), sequences(), sequences()[:2], loss=jostle.losses.next_token(), chains=3, draws=4, thin=2,
+            posterior=jostle.Posterior(n_beta=20, localization=100), sampler=jostle.SGLD(step_size=1e-3),
+            batch_size=2, chains_at_once=at_once, progress=False,
+        )  # fmt: skip
+        assert at_once or run.manifest["execution"]["chains_at_once"] == 3
+        return np.asarray(run.traces.losses("train")[:])
+
+    np.testing.assert_allclose(losses(None), losses(1), rtol=1e-9)

@@ -96,7 +96,20 @@ def test_weights_that_do_not_move_are_neither_copied_nor_perturbed() -> None:
 
 
 def test_chain_state_is_float32_for_a_half_precision_model() -> None:
-    moving = MovingWeights(nn.Linear(2, 2).bfloat16(), "all")
-    assert moving.center.dtype == torch.float32
-    assert moving.unflatten(moving.center)["weight"].dtype == torch.bfloat16
-    assert MovingWeights(nn.Linear(2, 2).double(), "all").center.dtype == torch.float64
+    """While w* itself, which never moves, is exact as the model has it."""
+    model = nn.Linear(2, 2).bfloat16()
+    moving = MovingWeights(model, "all")
+    assert (moving.dtype, moving.center.dtype) == (torch.float32, torch.bfloat16)
+    assert moving.unflatten(moving.center + torch.zeros(6))["weight"].dtype == torch.bfloat16
+    mixed = MovingWeights(nn.Sequential(model, nn.Linear(2, 2)), "all")
+    assert mixed.center.dtype == torch.float32
+    assert MovingWeights(nn.Linear(2, 2).double(), "all").dtype == torch.float64
+    X, y = torch.randn(8, 2).bfloat16(), torch.arange(8) % 2
+    run = jostle.attribute(
+        model, (X, y), (X, y), posterior=jostle.Posterior(n_beta=5, localization=1e4), draws=20, thin=1,
+        sampler=jostle.OrnsteinUhlenbeck(step_size=1e-3), observables={"weight": lambda m: m.weight.flatten().float()},
+        progress=False,
+    )  # fmt: skip
+    # Draws are around w* itself, which has 8 bits; a centre that were rounded once more would be seen.
+    seen = np.asarray(run.traces.observable("weight")[:]).mean((0, 1))
+    np.testing.assert_allclose(seen, model.weight.detach().float().flatten().numpy(), atol=0.01)

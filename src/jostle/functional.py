@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from jostle.data import Data, map_tensors
-from jostle.losses import Batch, Loss, at_least_float32
+from jostle.losses import Batch, Loss, RightPadded, at_least_float32
 from jostle.weights import MovingWeights
 
 Observable = Callable[[nn.Module], Tensor]
@@ -127,14 +127,20 @@ class SideBySide(FunctionalModel):
     ) -> Float[Tensor, "chain weight"]:
         """Return the gradient of each chain's minibatch loss: each sequence's token mean, then the batch's mean."""
 
+        whole = len(indices[0]) == len(data)
+        batch = data.whole() if whole else data.batch(np.concatenate(indices))
+        # `vmap` looks into plain dictionaries alone; the loss is to know that padding is on the right.
+        wrap = RightPadded if isinstance(batch, RightPadded) else lambda plain: plain
+        batch = dict(batch) if isinstance(batch, RightPadded) else batch
+
         def mean_loss(flat: Tensor, batch: Batch) -> Tensor:
-            return self.sample_losses(loss, flat, batch).mean()
+            return self.sample_losses(loss, flat, wrap(batch)).mean()
 
         with self.plain_kernels():
-            if len(indices[0]) == len(data):
-                return vmap(grad(mean_loss), in_dims=(0, None))(weights, data.whole())
+            if whole:
+                return vmap(grad(mean_loss), in_dims=(0, None))(weights, batch)
             shape = (len(indices), len(indices[0]))
-            batch = map_tensors(data.batch(np.concatenate(indices)), lambda tensor: tensor.unflatten(0, shape))
+            batch = map_tensors(batch, lambda tensor: tensor.unflatten(0, shape))
             return vmap(grad(mean_loss))(weights, batch)
 
 

@@ -55,16 +55,9 @@ class InPlace(FunctionalModel):
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
-        self._gradient_parts: list[Tensor] = []
-        self._gradient_missing: set[int] = set()
         self.replayed = 0
 
     def __enter__(self) -> Self:
-        self._own_gradients = [parameter.grad for parameter in self._parameters]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._take_gradient, place))
-            for place, parameter in enumerate(self._parameters)
-        ]
         self._required_gradient = [(value, value.requires_grad) for value in self.model.parameters()]
         # Gradients of weights that do not move would be computed and thrown away.
         moving = {id(parameter) for parameter in self._parameters}
@@ -81,10 +74,6 @@ class InPlace(FunctionalModel):
     def __exit__(self, *error: object) -> None:
         self._place(self.moving.center)
         self._placed = []
-        for hook in self._hooks:
-            hook.remove()
-        for parameter, gradient in zip(self._parameters, self._own_gradients, strict=True):
-            parameter.grad = gradient
         for parameter, values in self._laid_out:
             parameter.data = values
         for parameter, required in self._required_gradient:
@@ -169,14 +158,10 @@ class InPlace(FunctionalModel):
 
         def gradient(batch: Any) -> Tensor:
             flat = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
-            self._gradient_parts = list(flat.split(self.moving.sizes))
-            self._gradient_missing = set(range(len(self._gradient_parts)))
-            with torch.enable_grad(), self.plain_kernels(), self.precision():
-                value = sample_means(loss(self.model, batch), loss, batch).mean()
-            value.backward(inputs=self._parameters)
-            for place in self._gradient_missing:
-                self._gradient_parts[place].zero_()
-            self._gradient_parts = []
+            with self.plain_kernels():
+                with torch.enable_grad(), self.precision():
+                    value = sample_means(loss(self.model, batch), loss, batch).mean()
+                self._backward(value, flat.split(self.moving.sizes))
             return flat
 
         gradients = []
@@ -195,13 +180,28 @@ class InPlace(FunctionalModel):
             )
         return gradients[0][None] if len(gradients) == 1 else torch.stack([part.clone() for part in gradients])
 
-    def _take_gradient(self, place: int, parameter: Tensor) -> None:
-        """Move a parameter's gradient to its place as soon as it is known: all of them are never there twice."""
-        if self._gradient_parts:
+    def _backward(self, value: Tensor, places: Sequence[Tensor]) -> None:
+        """Put each parameter's gradient in its place as soon as it is known: all of them are never there twice."""
+        missing = dict(enumerate(places))
+
+        def take(number: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._gradient_parts[place].copy_(parameter.grad.reshape(-1))
-            self._gradient_missing.discard(place)
+            missing.pop(number).copy_(parameter.grad.reshape(-1))
             parameter.grad = None
+
+        own = [parameter.grad for parameter in self._parameters]
+        hooks = []
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(take, number)))
+        try:
+            value.backward(inputs=self._parameters)
+        finally:
+            for parameter, hook, gradient in zip(self._parameters, hooks, own, strict=True):
+                hook.remove()
+                parameter.grad = gradient
+        for place in missing.values():
+            place.zero_()
 
     def free_memory(self) -> None:
         """Give back what is kept for speed alone: no more CUDA graphs, each of which holds its working memory."""
