@@ -75,7 +75,7 @@ def open_run(
     directory: Path,
     fingerprints: dict[str, str],
     settings: dict[str, Any],
-    at_center: dict[str, Tensor],
+    at_center: Mapping[str, Tensor],
     tolerance: float,
 ) -> dict[str, Any] | None:
     """The manifest of the run that is there already, None where there is none; refuses that of another run."""
@@ -130,7 +130,6 @@ def create_run(
     settings: dict[str, Any],
     manifest: dict[str, Any],
     observers: Mapping[str, Observer],
-    observables: Mapping[str, int],
     at_center: Mapping[str, Tensor],
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
@@ -160,7 +159,7 @@ def create_run(
                 steps=config.steps,
                 dtype=dtype,
                 sets={name: observer.columns for name, observer in observers.items()},
-                observables=observables,
+                observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
             )
             for name, observer in observers.items():
                 traces.record_center(name, observer.center_losses.cpu().numpy())
