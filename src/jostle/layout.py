@@ -25,6 +25,7 @@ from jostle.errors import InputError
 from jostle.execution import Execution
 from jostle.observing import Observer
 from jostle.run import FORMAT, read_manifest
+from jostle.stopping import next_round
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
@@ -119,6 +120,8 @@ def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[st
         "fingerprints": fingerprints,
         "moving_weights": moving.total,
         "moving_parameters": list(moving.names),
+        "draws": 0,
+        "seconds": {"sampling": 0.0},
         "failed_chains": [],
         "remarks": [],
     }
@@ -156,7 +159,7 @@ def create_run(
             traces = Traces.create(
                 directory / "traces.zarr",
                 chains=config.chains,
-                steps=config.steps,
+                steps=config.steps[: next_round(config, 0)],
                 dtype=dtype,
                 sets={name: observer.columns for name, observer in observers.items()},
                 observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
@@ -189,6 +192,17 @@ def execution_of(directory: Path) -> Execution | None:
         return None
     chosen = read_manifest(directory).get("execution")
     return None if chosen is None else Execution(**chosen)
+
+
+def thin_of(directory: Path) -> int:
+    """The steps between draws that were chosen for the run in a directory; 1 where there is none yet."""
+    if not (directory / "manifest.json").is_file():
+        return 1
+    chosen = read_manifest(directory).get("thinning")
+    if chosen is None:
+        there = yaml.safe_load((directory / "config.yaml").read_text())["thin"]
+        raise InputError("thin", got=f"'auto' for {directory}, a run begun with {there}", expected=str(there))
+    return chosen["thin"]
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import shutil
 import signal
 import threading
@@ -11,36 +12,41 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from jostle.chains import (
     Checkpoints,
     CovarianceRecorder,
+    Dynamics,
     Progress,
     Recorder,
     TraceRecorder,
     full_gradient,
     run_chains,
 )
-from jostle.config import Config, Keep, Precision, describe, require_whole
+from jostle.config import Config, Criterion, Keep, Precision, describe, require_whole
 from jostle.data import Collate, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
 from jostle.execution import Execution, choose
 from jostle.execution import prepare as make_ready
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
-from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, write_manifest
+from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, thin_of, write_manifest
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
-from jostle.run import Run
+from jostle.run import Run, healthy_chains
 from jostle.samplers import SGLD, Sampler
+from jostle.stopping import measure, next_round, reached
+from jostle.thinning import PROBED_EXAMPLES, choose_thin
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
+
+log = logging.getLogger("jostle")
 
 
 def attribute(
@@ -57,9 +63,12 @@ def attribute(
     chains: int = 4,
     draws: int = 100,
     burn_in: int = 0,
-    thin: int = 10,
+    thin: int | Literal["auto"] = 10,
     batch_size: int = 1024,
     control_variates: bool = False,
+    antithetic: bool = False,
+    until: Mapping[Criterion, float] | None = None,
+    minutes: float | None = None,
     out: str | Path | None = None,
     seed: int = 0,
     keep: Keep = "traces",
@@ -92,14 +101,21 @@ def attribute(
         posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``.
         sampler: the update rule and its step size. Default: ``SGLD(step_size=1e-5)``.
         chains: C, the number of chains.
-        draws: T, the number of draws from each chain.
+        draws: T, the number of draws from each chain; the most there may be where ``until`` or ``minutes`` is given.
         burn_in: steps before the first draw. Chains start at w*, and leave it within a few times 2/(εγ) steps.
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
-            observing every example: raise this before ``draws``.
+            observing every example: raise this before ``draws``. ``"auto"`` chooses what gives the most effective draws
+            a second, by a short pilot (see `jostle.thinning`); the choice is kept with the run.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
         control_variates: take from every minibatch gradient what it is at w*, and add the whole data's there. That is
             two gradients a step and one pass over the sampling data beforehand, and leaves the less of the minibatches'
             noise the closer the draws stay to w*.
+        antithetic: chains are mirrored pairs: 2k + 1 has the minibatches of 2k, and its noise with the opposite sign.
+            ``run.influence(part="odd")`` is then the first-order part of the influence; no more scores a second.
+        until: stop at the first round in which all of these hold: ``{"ess": 400}``, so many effective draws in all;
+            ``{"error": 0.05}``, so small a standard error (root mean square) of each query's ten strongest normalized
+            scores. The same draw whenever it is asked for.
+        minutes: stop when they are over, but not before the first 20 draws. Depends on the machine.
         out: the directory of the run. Default: a temporary one that goes with the process.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
@@ -128,24 +144,30 @@ def attribute(
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
+    directory = place_for(out)
+    sampler = sampler or SGLD(step_size=1e-5)
+    pilot = thin == "auto" and not getattr(sampler, "independent", False)
     functions = Functions(
         loss=loss or classification_loss(), potential_loss=potential_loss, observables=dict(observables or {})
     )
     config = Config(
         posterior=posterior or Posterior(n_beta=200.0, localization=1e4),
-        sampler=sampler or SGLD(step_size=1e-5),
+        sampler=sampler,
         loss=describe(functions.loss),
         potential_loss=describe(functions.driving_loss),
         observables=tuple(functions.observables),
         chains=chains,
         draws=draws,
         burn_in=burn_in,
-        thin=thin,
+        thin=(thin_of(directory) if pilot else 1) if thin == "auto" else thin,
         batch_size=batch_size,
         keep=keep,
         seed=seed,
         precision=precision,
         control_variates=control_variates,
+        antithetic=antithetic,
+        until=until,
+        minutes=minutes,
     )
     if query is None and not observables:
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
@@ -155,11 +177,9 @@ def attribute(
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
         require_whole("chains_at_once", chains_at_once, at_least=1)
-    directory = place_for(out)
     began = time.perf_counter()
     moving = MovingWeights(model, config.posterior.weights)
     fingerprints = {
-        "config": config.fingerprint(),
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),
     }
@@ -170,35 +190,50 @@ def attribute(
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
         prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
         fingerprints |= data.fingerprints()
+        prepared_in = time.perf_counter() - began
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
         with _interruptible() as interrupted:
-            manifest = open_run(directory, fingerprints, config.to_dict(), prepared.at_center, in_place.tolerance)
-            if manifest is None:
-                manifest = new_manifest(fingerprints, moving)
-                # The potential holds nβ/n of each example's loss, where what drives the chain is what is recorded.
-                manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(data.drawn_from)
-                settings = config.to_dict() | ({"source": dict(source)} if source else {})
-                create_run(
-                    directory, config, settings, manifest, prepared.observers, prepared.at_center, examples or {}
-                )
-            if manifest["status"] != "complete":
+            known = {"config": config.fingerprint(), **fingerprints}
+            manifest = open_run(directory, known, config.to_dict(), prepared.at_center, in_place.tolerance)
+            if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
                     gradient = full_gradient(in_place, functions.driving_loss, data.drawn_from, batch_size)
                     prepared.control(gradient)
                 if execution is None:
                     execution = _choose(prepared, config, chains_at_once=chains_at_once, compile=compile)
-                    manifest["execution"] = execution.to_dict()
-                    write_manifest(directory, manifest)
-                preparing = time.perf_counter() - began
+                dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
+                make_ready(execution, dynamics)
+                if manifest is None:
+                    thinning = None
+                    if pilot:
+                        probes = {
+                            name: Observer(in_place, functions.loss, data.observed[name], size, most=PROBED_EXAMPLES)
+                            for name, size in execution.batch_sizes.items()
+                        }
+                        thinning = choose_thin(
+                            dynamics, probes, at_once=execution.chains_at_once, interrupted=interrupted
+                        )
+                        config = dynamics.config = dataclasses.replace(config, thin=thinning.thin)
+                    manifest = new_manifest({"config": config.fingerprint(), **fingerprints}, moving) | {
+                        # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
+                        "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
+                        "execution": execution.to_dict(),
+                        "thinning": thinning and dataclasses.asdict(thinning),
+                    }
+                    settings = config.to_dict() | ({"source": dict(source)} if source else {})
+                    create_run(
+                        directory, config, settings, manifest, prepared.observers, prepared.at_center, examples or {}
+                    )
                 try:
                     with _bar(progress, config, prepared.observers) as report:
                         _sample(
                             directory,
                             manifest,
-                            prepared,
-                            execution,
+                            dynamics,
+                            prepared.observers,
+                            at_once=execution.chains_at_once,
                             checkpoint_seconds=checkpoint_seconds,
                             report=report,
                             interrupted=interrupted,
@@ -209,7 +244,8 @@ def attribute(
                     raise KeyboardInterrupt(
                         f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
                     ) from error
-                manifest["seconds"]["preparing"] = preparing
+                manifest["seconds"]["preparing"] = prepared_in
+                manifest["status"] = "complete"
                 write_manifest(directory, manifest)
                 shutil.rmtree(directory / "state", ignore_errors=True)
     run = Run(directory)
@@ -230,36 +266,59 @@ def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, c
 def _sample(
     directory: Path,
     manifest: dict[str, Any],
-    prepared: Prepared,
-    execution: Execution,
+    dynamics: Dynamics,
+    observers: Mapping[str, Observer],
     *,
+    at_once: int,
     checkpoint_seconds: float,
     report: Callable[[Progress], None],
     interrupted: Callable[[], bool],
 ) -> None:
-    """Run the chains from where they stand to their end, and put into the manifest what became of them."""
-    dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
-    config = dynamics.config
-    make_ready(execution, dynamics)
+    """Run the chains from where they stand to their end, round by round, and put into the manifest what came of it."""
+    config, traces = dynamics.config, None
     recorder: Recorder
     if config.keep == "traces":
-        recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
+        traces = Traces(directory / "traces.zarr", writable=True)
+        recorder = TraceRecorder(traces)
     else:
-        recorder = CovarianceRecorder(directory / "covariance.safetensors", prepared.observers, config.draws)
-    started = time.perf_counter()
-    failures, remarks = run_chains(
-        dynamics,
-        recorder,
-        Checkpoints(directory / "state"),
-        chains=list(range(config.chains)),
-        at_once=execution.chains_at_once,
-        checkpoint_seconds=checkpoint_seconds,
-        report=report,
-        interrupted=interrupted,
-    )
-    manifest["seconds"] = {"sampling": time.perf_counter() - started}
-    manifest["status"] = "complete"
-    manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
+        recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
+    before, started = manifest["seconds"]["sampling"], time.perf_counter()
+    remarks: list[str] = []
+    while (draws := next_round(config, manifest["draws"], seconds=manifest["seconds"]["sampling"])) > manifest["draws"]:
+        if traces is not None:
+            traces.extend(config.steps[:draws])
+        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+        failures, remarks = run_chains(
+            dynamics,
+            recorder,
+            Checkpoints(directory / "state"),
+            chains=[chain for chain in range(config.chains) if chain not in failed],
+            at_once=at_once,
+            draws=draws,
+            checkpoint_seconds=checkpoint_seconds,
+            report=report,
+            interrupted=interrupted,
+        )
+        manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+        manifest["draws"] = draws
+        manifest["seconds"]["sampling"] = before + time.perf_counter() - started
+        failed |= {failure.chain for failure in failures}
+        healthy = healthy_chains(config.chains, failed, antithetic=config.antithetic)
+        if not len(healthy):
+            break
+        if traces is not None and config.until:
+            manifest["measured"] = measure(config, traces, healthy)
+            log.info("%d draws: %s", draws, manifest["measured"])
+            manifest["reached"] = reached(config, manifest["measured"])
+            if manifest["reached"]:
+                break
+        if draws < config.draws:
+            write_manifest(directory, manifest)
+    if getattr(config.sampler, "independent", False) and config.thin > 1:
+        rule, wasted = type(config.sampler).__name__, config.thin - 1
+        remarks.append(
+            f"every step of {rule} is a new draw, and {wasted} of {config.thin} are not looked at: use thin=1"
+        )
     manifest["remarks"] = list(dict.fromkeys(remarks))
 
 
@@ -274,8 +333,8 @@ def _tell(run: Run) -> None:
         )
     for failure in failed:
         warnings.warn(
-            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it is left out of "
-            "every estimate",
+            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it "
+            f"{'and its mirror image are' if run.antithetic else 'is'} left out of every estimate",
             ChainFailedWarning,
             stacklevel=3,
         )

@@ -7,7 +7,6 @@ says what each number means, and why its thresholds are where they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from jostle.diagnose.measures import (
     between_chain_share,
     convergence,
     drift,
+    effective_draws,
     effective_sizes,
     half_scores,
     learning_coefficient,
@@ -29,9 +29,9 @@ from jostle.diagnose.measures import (
     some,
     split_r_hat,
 )
-from jostle.diagnose.sample import PROBED_SERIES, Sample, read_sample
+from jostle.diagnose.sample import PROBED_SERIES, Sample, read_sample, spread
 from jostle.diagnose.verdict import Reason, judge
-from jostle.estimate import FEWEST_DRAWS, autocorrelation_time, covariance_from_sums
+from jostle.estimate import FEWEST_DRAWS, covariance_from_sums
 
 __all__ = [
     "Reason",
@@ -42,6 +42,7 @@ __all__ = [
     "diagnose",
     "diagnose_sums",
     "drift",
+    "effective_draws",
     "effective_sizes",
     "half_scores",
     "learning_coefficient",
@@ -50,6 +51,7 @@ __all__ = [
     "read_sample",
     "runaway",
     "split_r_hat",
+    "spread",
 ]
 
 
@@ -58,38 +60,33 @@ def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sam
     found = _begin(config, manifest)
     if sample is None:
         return found | {"verdict": judge(config, found)}
-    total = sample.train.shape[0] * sample.train.shape[1]
+    alone = sample.independent
+    if sample.mirrored:
+        found["chains"] = len(alone.chains)
+        found["remarks"].append("chains are antithetic pairs; everything here counts a pair as one chain")
     found |= {"mean_loss_at_center": sample.center_loss, "mean_loss": float(sample.healthy_mean_loss.mean())}
     found["rise"] = found["mean_loss"] - found["mean_loss_at_center"]
-    train, other = moving(sample.train), moving(sample.other)
-    found["unmoved_share"] = 1 - train.shape[2] / sample.train.shape[2]
-    products = pair_products(train, other)
+    train, other = moving(alone.train), moving(alone.other)
+    found["unmoved_share"] = 1 - train.shape[2] / alone.train.shape[2]
     groups = {
         "losses": np.concatenate([some(train, PROBED_SERIES // 2), some(other, PROBED_SERIES // 2)], axis=2),
-        "products": products,
-        "mean_loss_series": sample.healthy_mean_loss[:, :, None],
+        "products": pair_products(train, other),
+        "mean_loss_series": alone.healthy_mean_loss[:, :, None],
     }
-    if sample.tokens is not None:
-        tokens = [moving(side) for side in sample.tokens]
+    if alone.tokens is not None:
+        tokens = [moving(side) for side in alone.tokens]
         picked = [some(side, PROBED_SERIES // 2) for side in tokens]
         groups |= {"tokens": np.concatenate(picked, axis=2), "token_products": pair_products(*tokens)}
     found |= {name: convergence(series) for name, series in groups.items()}
-    slowest = autocorrelation_time(some(train, PROBED_SERIES)) if train.shape[2] else math.nan
-    # The error of a covariance is that of the mean of its products, chains that disagree included; the losses' own
-    # autocorrelation is the slower one as a rule, and counts as well.
-    averaged = found["products"]["ess_bulk"]
-    if math.isnan(slowest) or averaged is None:
-        found |= {"autocorrelation_time": None, "effective_draws": None}
-        if train.shape[1] < FEWEST_DRAWS:
-            found["remarks"].append(f"chains of {train.shape[1]} draws are too short to tell how many are effective")
-    else:
-        found |= {"autocorrelation_time": slowest, "effective_draws": min(total / slowest, averaged)}
+    found["autocorrelation_time"], found["effective_draws"] = effective_draws(alone)
+    if train.shape[1] < FEWEST_DRAWS:
+        found["remarks"].append(f"chains of {train.shape[1]} draws are too short to tell how many are effective")
     found["between_chain_share"] = between_chain_share(train)
-    found["drift"] = drift(sample.healthy_mean_loss)
+    found["drift"] = drift(alone.healthy_mean_loss)
     found["runaway"] = runaway(sample, config, manifest)
-    found["agreement"] = agreement(sample)
+    found["agreement"] = agreement(alone)
     found["local_learning_coefficient"] = learning_coefficient(
-        config, manifest, found["rise"], mean_error(sample.healthy_mean_loss)
+        config, manifest, found["rise"], mean_error(alone.healthy_mean_loss)
     )
     return found | {"verdict": judge(config, found)}
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jostle.diagnose.sample import PROBED_SERIES, Sample, spread
 from jostle.diagnose.thresholds import HOT, RISE_DOUBTFUL, RUNAWAY_SPREADS, SPREAD_GROWTH
-from jostle.estimate import FEWEST_DRAWS, covariance
+from jostle.estimate import FEWEST_DRAWS, autocorrelation_time, covariance
 
 TAIL = (0.05, 0.95)
 
@@ -28,6 +28,20 @@ def moving(series: Float[np.ndarray, "chain draw column"]) -> Float[np.ndarray, 
 def some(series: np.ndarray, most: int) -> np.ndarray:
     """At most so many columns, evenly spaced."""
     return series[:, :, spread(series.shape[2], most)] if series.shape[2] else series
+
+
+def effective_draws(sample: Sample) -> tuple[float | None, float | None]:
+    """Draws for each effective one, of the slower losses; and how many draws are effective. None if too few to tell.
+
+    The error of a covariance is that of the mean of its products, chains that disagree included; the losses' own
+    autocorrelation is the slower one as a rule, and counts as well.
+    """
+    train, other = moving(sample.train), moving(sample.other)
+    slowest = autocorrelation_time(some(train, PROBED_SERIES)) if train.shape[2] else math.nan
+    averaged = convergence(pair_products(train, other))["ess_bulk"]
+    if math.isnan(slowest) or averaged is None:
+        return None, None
+    return slowest, min(sample.train.shape[0] * sample.train.shape[1] / slowest, averaged)
 
 
 def pair_products(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,17 @@ class Sample:
     """Queries, or the components of the observables where there is no query set."""
     tokens: tuple[Float[np.ndarray, "healthy draw token"], Float[np.ndarray, "healthy draw token"]] | None
     """Single tokens of training sequences and of queries, where losses are per token."""
+    mirrored: bool = False
+    """Whether chains are antithetic pairs, one after another."""
+
+    @property
+    def independent(self) -> Sample:
+        """The chains that do not depend on each other: of an antithetic pair, the first."""
+        if not self.mirrored:
+            return self
+        tokens = None if self.tokens is None else (self.tokens[0][::2], self.tokens[1][::2])
+        parts = {"chains": self.chains[::2], "train": self.train[::2], "other": self.other[::2], "tokens": tokens}
+        return replace(self, mirrored=False, **parts)
 
     @property
     def healthy_mean_loss(self) -> Float[np.ndarray, "healthy draw"]:
@@ -39,7 +50,7 @@ class Sample:
         return self.mean_loss[self.chains]
 
 
-def read_sample(traces: Traces, chains: Int[np.ndarray, " healthy"]) -> Sample:
+def read_sample(traces: Traces, chains: Int[np.ndarray, " healthy"], *, mirrored: bool = False) -> Sample:
     """Read the traces once, a chunk at a time, and keep what the diagnostics need."""
     rows = traces.losses("train").shape[0] * traces.losses("train").shape[1]
     # A fixed share of the buffer for each of at most four kept arrays, so that long runs show fewer columns.
@@ -63,6 +74,7 @@ def read_sample(traces: Traces, chains: Int[np.ndarray, " healthy"]) -> Sample:
         train=train,
         other=other,
         tokens=None if tokens is None or of_query is None else (tokens, of_query),
+        mirrored=mirrored,
     )
 
 

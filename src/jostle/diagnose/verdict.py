@@ -98,7 +98,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             "doubtful",
             "few chains",
             chains,
-            "a single chain cannot show that it missed something",
+            "a single chain (or antithetic pair) cannot show that it missed something",
             "sample with --chains 4",
         )
 
