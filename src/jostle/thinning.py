@@ -32,7 +32,7 @@ PILOT_SHARE = 0.1
 """The share of the time of all observations that a pilot may take, where it needs more than the fewest steps."""
 
 ENOUGH_TIMES = 30
-"""A pilot is long enough when it has lasted for so many autocorrelation times."""
+"""A pilot is long enough when the half that is used has lasted for so many autocorrelation times."""
 
 WITHOUT_A_PILOT = 10
 """Steps between draws where a pilot shows nothing: all chains failed in it, or no loss moved."""
