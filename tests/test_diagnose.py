@@ -87,7 +87,8 @@ def kinds(found: dict[str, Any]) -> set[str]:
 @pytest.fixture
 def fewer_series(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty runs of each setting: fewer series are quicker, and the harder test."""
-    monkeypatch.setattr(diagnose, "PROBED_SERIES", 8)
+    for module in (diagnose, diagnose.measures):
+        monkeypatch.setattr(module, "PROBED_SERIES", 8)
 
 
 # Verdicts
@@ -450,7 +451,7 @@ def test_large_traces_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: py
         for name, width in (("train", columns), ("query", 20)):
             traces.record(name, [chain], 0, generator.normal(size=(1, draws, width)).astype(np.float32))
     traces.record_center("train", np.zeros(columns, np.float32))
-    monkeypatch.setattr(diagnose, "BUFFER_BYTES", 8 << 20)
+    monkeypatch.setattr(diagnose.sample, "BUFFER_BYTES", 8 << 20)
     tracemalloc.start()
     sample = diagnose.read_sample(Traces(tmp_path / "traces.zarr"), np.array([0, 2]))
     _, most = tracemalloc.get_traced_memory()

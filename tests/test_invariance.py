@@ -25,6 +25,9 @@ from jostle.functional import FunctionalModel, SideBySide
 from jostle.in_place import InPlace
 from jostle.weights import MovingWeights
 
+pytestmark = pytest.mark.filterwarnings("ignore:every step of Gaussian")
+"""All rules are thinned alike here."""
+
 
 def convnet(dtype: torch.dtype) -> nn.Module:
     """A model with BatchNorm and dropout, left in training mode as a careless user would."""

@@ -93,3 +93,25 @@ def test_the_control_has_no_steps_and_no_gradient(
     assert result.exit_code == 2
     assert f"jostle: {message}" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_friction_of_rules_that_have_one(task: list[str], tmp_path: Path) -> None:
+    result = jostle_command("run", tmp_path / "run", *task, *SMALL, "--sampler", "baoab", "--friction", "3")
+    assert result.exit_code == 0, result.stderr
+    assert jostle.load(tmp_path / "run").config["sampler"] == {"name": "BAOAB", "step_size": 0.005, "friction": 3.0}
+    config = ["--config", tmp_path / "run" / "config.yaml"]
+    assert jostle_command("run", tmp_path / "other", *config, "--friction", "2").exit_code == 0
+    assert jostle.load(tmp_path / "other").config["sampler"]["friction"] == 2.0
+    assert np.abs(losses(tmp_path / "run") - losses(tmp_path / "other"))[:, 1:].min() > 0
+    refused = jostle_command("run", tmp_path / "refused", *task, *SMALL, "--friction", "3")
+    assert refused.exit_code == 2
+    assert "friction: got 3 for SGLD, which has none, expected --sampler baoab or sgnht" in refused.stderr
+
+
+def test_antithetic_chains_by_name(task: list[str], tmp_path: Path) -> None:
+    result = jostle_command("run", tmp_path / "run", *task, *SMALL, "--antithetic")
+    assert result.exit_code == 0, result.stderr
+    assert jostle.load(tmp_path / "run").influence(part="odd").shape == (8, 2)
+    again = jostle_command("run", tmp_path / "again", "--config", tmp_path / "run" / "config.yaml")
+    assert again.exit_code == 0, again.stderr
+    np.testing.assert_array_equal(losses(tmp_path / "run"), losses(tmp_path / "again"))

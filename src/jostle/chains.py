@@ -117,7 +117,8 @@ class Dynamics:
         if not config.posterior.n_beta:
             return torch.zeros_like(group.weights)
         batches = [
-            randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n) for chain in group.chains
+            randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n)
+            for chain in self._sources(group.chains)
         ]
         gradient = self._mean_loss_gradient(group.weights, batches)
         if not config.control_variates or config.batch_size >= n:
@@ -153,18 +154,26 @@ class Dynamics:
         config, gradient = self.config, self.gradient(group)
         burning_in = group.step < config.burn_in
         before, after = group.statistics, {}
-        blocks = randomness.noise(config.seed, group.chains, group.step, self.model.moving, self.model.device)
+        sources = self._sources(group.chains)
+        blocks = randomness.noise(config.seed, sources, group.step, self.model.moving, self.model.device)
+        mirrored = [row for row, chain in enumerate(group.chains) if chain != sources[row]]
         if getattr(config.sampler, "whole_chain", False):
             noises = [noise for _, noise in blocks]
             whole = noises[0] if len(noises) == 1 else torch.cat(noises, dim=1)
             blocks = [(slice(0, self.model.moving.total), whole)]
         for part, noise in blocks:
+            if mirrored:
+                noise[mirrored] *= -1
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
             after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
         torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
         # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
         group.statistics = {name: before[name] if self._per_weight(before[name]) else after[name] for name in before}
         group.step += 1
+
+    def _sources(self, chains: list[int]) -> list[int]:
+        """Whose random numbers each chain uses: its own or, in an antithetic pair, those of the first of the two."""
+        return [chain - chain % 2 for chain in chains] if self.config.antithetic else chains
 
     def _per_weight(self, statistic: Tensor) -> bool:
         return statistic.ndim == 2 and statistic.shape[1] == self.model.moving.total
@@ -183,9 +192,15 @@ class Dynamics:
                 value.copy_(after[name])
         return after
 
-    def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
-        """Return the losses of every observed set, and every observable, at the group's weights."""
-        seen = {name: observer(self.model, group.weights) for name, observer in self._observers.items()}
+    def observe(
+        self, group: Group, observers: Mapping[str, Observer] | None = None
+    ) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return the losses of every observed set, and every observable, at the group's weights.
+
+        ``observers`` stand in for those of the run: a pilot looks at a few examples only.
+        """
+        observers = self._observers if observers is None else observers
+        seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         return seen
@@ -443,11 +458,12 @@ def run_chains(
     *,
     chains: list[int],
     at_once: int,
+    draws: int | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Failure], list[str]]:
-    """Run chains to their last draw, from wherever their checkpoints stand.
+    """Run chains to their last draw, or to so many draws, from wherever their checkpoints stand.
 
     Returns:
         The chains that failed, and the sampler's remarks.
@@ -456,13 +472,13 @@ def run_chains(
         KeyboardInterrupt: when ``interrupted()``, after a checkpoint.
     """
     config = dynamics.config
+    draws = config.draws if draws is None else draws
     failures: list[Failure] = []
     remarks: list[str] = []
     clock, health = _CheckpointClock(checkpoint_seconds), _Health()
     remaining = [chain for chain in chains if chain not in recorder.finished]
-    done = (len(chains) - len(remaining)) * config.steps[-1]
+    done = (len(chains) - len(remaining)) * config.steps[-1] + sum(checkpoints.steps(remaining).values())
     for group in _groups(dynamics, recorder, checkpoints, remaining, at_once):
-        done += group.step * len(group.chains)
         while group.chains:
             # Before the step's draw is observed: a chain that resumes here observes it, and nobody does so twice.
             stop = interrupted()
@@ -477,9 +493,11 @@ def run_chains(
             mean_loss = None
             draw, between = divmod(group.step - config.burn_in, config.thin)
             if group.step >= config.burn_in and between == 0:
+                if draw == draws:
+                    break  # before it is observed: whoever asks for more draws goes on here
                 seen = dynamics.observe(group)
                 health.look(group, seen)
-                if health.due() or draw == config.draws - 1:
+                if health.due() or draw == draws - 1:
                     failed, kept = health.examine(group, recorder)
                     failures += failed
                     if not group.chains:

@@ -172,6 +172,7 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
+        ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
     )
 )
 def run(
@@ -199,18 +200,37 @@ def run(
         ),
     ] = None,
     step_size: Annotated[float | None, typer.Option(metavar="ε", help="The size of a step.")] = None,
+    friction: Annotated[float | None, typer.Option(metavar="Γ", help="Of baoab and sgnht; 1 is critical.")] = None,
     n_beta: Annotated[float | None, typer.Option(metavar="nβ", help="Effective number of samples.")] = None,
     localization: Annotated[float | None, typer.Option(metavar="γ", help="Pull towards the checkpoint.")] = None,
     chains: Annotated[int | None, typer.Option(metavar="C", help="Number of chains.")] = None,
-    draws: Annotated[int | None, typer.Option(metavar="T", help="Draws from each chain.")] = None,
+    draws: Annotated[
+        int | None, typer.Option(metavar="T", help="Draws from each chain; with --until or --minutes, at most.")
+    ] = None,
+    until: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ess=N|error=E",
+            help="Stop at so many effective draws, or so small a standard error of each query's top scores.",
+        ),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="MIN", help="Stop when they are over.")] = None,
     burn_in: Annotated[int | None, typer.Option(metavar="B", help="Steps before the first draw.")] = None,
-    thin: Annotated[int | None, typer.Option(metavar="K", help="Steps between draws.")] = None,
+    thin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|auto", help="Steps between draws. Default: auto, for the most effective draws a second."
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(metavar="M", help="Examples in a minibatch.")] = None,
     control_variates: Annotated[
         bool | None,
         typer.Option(
             "--control-variates/--no-control-variates", help="Less minibatch noise, for two gradients a step."
         ),
+    ] = None,
+    antithetic: Annotated[
+        bool | None, typer.Option("--antithetic/--no-antithetic", help="Chains in pairs with opposite noise.")
     ] = None,
     max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
     precision: Annotated[
@@ -241,6 +261,8 @@ def run(
     from jostle.terminal import print_summary
 
     print_summary(Console(highlight=False), finished.diagnostics(), str(out))
+    if finished.stopped:
+        _say(finished.stopped)
     _finish(finished)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -14,9 +15,12 @@ from jostle.data import fingerprint_text
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.samplers import Sampler
+from jostle.samplers.protocol import require_positive
 
 Keep = Literal["traces", "covariance"]
 Precision = Literal["model", "bfloat16"]
+Criterion = Literal["ess", "error"]
+"""What a run may be told to go on until: effective draws, or the standard error of the strongest normalized scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,9 @@ class Config:
     seed: int
     precision: Precision = "model"
     control_variates: bool = False
+    antithetic: bool = False
+    until: Mapping[Criterion, float] | None = None
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("chains", "draws", "thin", "batch_size"):
@@ -57,10 +64,29 @@ class Config:
             raise InputError("draws", got="one draw in all", expected="at least two, for a covariance")
         if self.keep not in ("traces", "covariance"):
             raise InputError("keep", got=repr(self.keep), expected="'traces' or 'covariance'")
-        if not isinstance(self.control_variates, bool):
-            raise InputError("control_variates", got=repr(self.control_variates), expected="True or False")
+        for name in ("control_variates", "antithetic"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(name, got=repr(getattr(self, name)), expected="True or False")
+        if self.antithetic and self.chains % 2:
+            raise InputError("chains", got=f"{self.chains} with antithetic=True", expected="an even number: pairs")
+        self._check_stopping()
         if self.precision not in ("model", "bfloat16"):
             raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
+
+    def _check_stopping(self) -> None:
+        for name, value in (self.until or {}).items():
+            if name not in get_args(Criterion):
+                raise InputError("until", got=repr(name), expected=" or ".join(get_args(Criterion)))
+            require_positive(f"until {name}", value)
+        if self.until and self.keep == "covariance":
+            raise InputError("until", got="keep='covariance'", expected="keep='traces', which effective draws need")
+        if self.minutes is not None:
+            require_positive("minutes", self.minutes)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether ``draws`` is only the most there may be."""
+        return bool(self.until) or self.minutes is not None
 
     @property
     def steps(self) -> range:
@@ -72,7 +98,8 @@ class Config:
         posterior = _fields(self.posterior)
         posterior["weights"] = _describe_selection(self.posterior.weights)
         sampler = {"name": type(self.sampler).__name__, **_fields(self.sampler)}
-        return _fields(self) | {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
+        plain = {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
+        return _fields(self) | plain | {"until": dict(self.until) if self.until else None}
 
     def fingerprint(self) -> str:
         """Return a hash of the configuration."""

@@ -78,6 +78,7 @@ def covariance(
     normalize: bool = False,
     standard_error: bool = False,
     batch_length: int | None = None,
+    mirrored: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     out: np.ndarray | None = None,
     device: torch.device | str | None = None,
@@ -99,6 +100,7 @@ def covariance(
         normalize: return correlations.
         standard_error: also return the Monte Carlo standard error of every entry.
         batch_length: draws in a batch; measured from the traces where not given.
+        mirrored: chains are antithetic pairs, one after another: neither of two is left out without the other.
         buffer_bytes: what may be allocated beyond the output; of a GPU's memory, a quarter of what is free.
         out: an array (or memory map) of shape (n, q) to write into.
         device: where to compute; a GPU where there is one and the matrix is large enough to be worth the way there.
@@ -134,7 +136,7 @@ def covariance(
                 next(column_blocks(trace, kept, width))[1] for trace, width in zip((left, right), tile, strict=True)
             )
             batch_length = _batch_length(*first_blocks)
-        batches = _Batches(len(kept), draws, batch_length, centering)
+        batches = _Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -236,23 +238,27 @@ class _Batches:
 
     With θ the estimate from all N draws and θ₍ⱼ₎ the one without batch j of mⱼ draws, hⱼ = N/mⱼ and
     dⱼ = (hⱼ − 1)(θ − θ₍ⱼ₎), the variance is (1/g)·Σⱼ (dⱼ − D)²/(hⱼ − 1) with D = Σⱼ dⱼ/hⱼ. For equal batches it is the
-    usual jackknife, and for a covariance it is the batch-means error about the global mean, to leading order.
+    usual jackknife, and for a covariance it is the batch-means error about the global mean, to leading order. Of chains
+    that depend on each other (``together`` of them, side by side) a batch has the same draws of each.
 
     Reference: Busing, Meijer and van der Leeden, *Delete-m jackknife for unequal m*, 1999.
     """
 
-    def __init__(self, chains: int, draws: int, length: int, centering: Centering) -> None:
+    def __init__(self, chains: int, draws: int, length: int, centering: Centering, *, together: int = 1) -> None:
         per_chain = max(1, draws // length)
-        if chains * per_chain < 2:
+        if chains // together * per_chain < 2:
             per_chain = min(2, draws)
         edges = np.linspace(0, draws, per_chain + 1).round().astype(int)
         self._slices = [
-            (chain, slice(start, stop)) for chain in range(chains) for start, stop in itertools.pairwise(edges)
+            (slice(chain, chain + together), slice(start, stop))
+            for chain in range(0, chains, together)
+            for start, stop in itertools.pairwise(edges)
         ]
         self._chains, self._draws, self._within = chains, draws, centering == "within"
         self.count = len(self._slices)
         groups = chains if self._within else 1
-        if chains * draws - max(stop - start for start, stop in itertools.pairwise(edges)) - groups < 1:
+        largest = together * max(stop - start for start, stop in itertools.pairwise(edges))
+        if chains * draws - largest - groups < 1:
             raise InputError(
                 "standard_error",
                 got=f"{chains} chains × {draws} draws",
@@ -275,21 +281,20 @@ class _Batches:
         weights = 0.0
         products = A.flatten(0, 1).T @ B.flatten(0, 1)
         squares_a, squares_b = A.square().sum((0, 1)), B.square().sum((0, 1))
-        for chain, draws in self._slices:
-            a, b = A[chain, draws], B[chain, draws]
-            m = len(a)
-            # Deleting a batch moves the mean of what it was centred with: its whole chain's, or everyone's.
-            group = self._draws if self._within else N
-            rest = group - m
-            sum_a, sum_b = a.sum(0), b.sum(0)
+        for chains, draws in self._slices:
+            a, b = A[chains, draws], B[chains, draws]
+            m = a.shape[0] * a.shape[1]
+            # Deleting a batch moves the mean of what it was centred with: its own chains', or everyone's.
+            rest = self._draws - a.shape[1] if self._within else N - m
+            sum_a, sum_b = (side.sum(1) if self._within else side.sum((0, 1))[None] for side in (a, b))
             shift = 1 / rest if rest else 0.0
-            without = products - a.T @ b - shift * torch.outer(sum_a, sum_b)
+            without = products - a.flatten(0, 1).T @ b.flatten(0, 1) - shift * sum_a.T @ sum_b
             if normalize:
-                left = squares_a - a.square().sum(0) - shift * sum_a.square()
-                right = squares_b - b.square().sum(0) - shift * sum_b.square()
+                left = squares_a - a.square().sum((0, 1)) - shift * sum_a.square().sum(0)
+                right = squares_b - b.square().sum((0, 1)) - shift * sum_b.square().sum(0)
                 without = _divide(without, left, right)
             else:
-                groups = (self._chains - (rest == 0)) if self._within else 1
+                groups = (self._chains - (len(a) if rest == 0 else 0)) if self._within else 1
                 without = without / (N - m - groups)
             h = N / m
             d = (h - 1) * (estimate - without)

@@ -25,6 +25,7 @@ from jostle.errors import InputError
 from jostle.execution import Execution
 from jostle.observing import Observer
 from jostle.run import FORMAT, read_manifest
+from jostle.stopping import next_round
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
@@ -75,7 +76,7 @@ def open_run(
     directory: Path,
     fingerprints: dict[str, str],
     settings: dict[str, Any],
-    at_center: dict[str, Tensor],
+    at_center: Mapping[str, Tensor],
     tolerance: float,
 ) -> dict[str, Any] | None:
     """The manifest of the run that is there already, None where there is none; refuses that of another run."""
@@ -119,6 +120,8 @@ def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[st
         "fingerprints": fingerprints,
         "moving_weights": moving.total,
         "moving_parameters": list(moving.names),
+        "draws": 0,
+        "seconds": {"sampling": 0.0},
         "failed_chains": [],
         "remarks": [],
     }
@@ -130,7 +133,6 @@ def create_run(
     settings: dict[str, Any],
     manifest: dict[str, Any],
     observers: Mapping[str, Observer],
-    observables: Mapping[str, int],
     at_center: Mapping[str, Tensor],
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
@@ -157,10 +159,10 @@ def create_run(
             traces = Traces.create(
                 directory / "traces.zarr",
                 chains=config.chains,
-                steps=config.steps,
+                steps=config.steps[: next_round(config, 0)],
                 dtype=dtype,
                 sets={name: observer.columns for name, observer in observers.items()},
-                observables=observables,
+                observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
             )
             for name, observer in observers.items():
                 traces.record_center(name, observer.center_losses.cpu().numpy())
@@ -190,6 +192,17 @@ def execution_of(directory: Path) -> Execution | None:
         return None
     chosen = read_manifest(directory).get("execution")
     return None if chosen is None else Execution(**chosen)
+
+
+def thin_of(directory: Path) -> int:
+    """The steps between draws that were chosen for the run in a directory; 1 where there is none yet."""
+    if not (directory / "manifest.json").is_file():
+        return 1
+    chosen = read_manifest(directory).get("thinning")
+    if chosen is None:
+        there = yaml.safe_load((directory / "config.yaml").read_text())["thin"]
+        raise InputError("thin", got=f"'auto' for {directory}, a run begun with {there}", expected=str(there))
+    return chosen["thin"]
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -32,10 +32,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
-    "batch_size": 32, "chains": 4, "draws": 100, "burn_in": 50, "thin": 10,
+    "batch_size": 32, "chains": 4, "draws": 100, "burn_in": 50, "thin": "auto",
     "step_size": 1e-5, "n_beta": 30.0, "localization": 10_000.0, "sampler": "sgld", "seed": 0,
 }  # fmt: skip
-"""Of the command line, where neither a preset nor a flag says otherwise: with εγ/2 = 0.05, ten steps forget 40 %."""
+"""Of the command line, where neither a preset nor a flag says otherwise: with εγ/2 = 0.05, twenty steps forget w*."""
 
 IMPLIED: dict[str, dict[str, Any]] = {"gaussian": {"n_beta": 0.0, "burn_in": 1, "thin": 1}}
 """What a sampler that is asked for by name brings along, over presets and config files: the control of a run needs its

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -24,6 +25,7 @@ from jostle.samplers import (
 )
 from jostle.sampling import attribute
 from jostle.tasks import Task, from_file, language_model
+from jostle.thinning import Thinning
 from jostle.weights import MovingWeights
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
@@ -39,6 +41,8 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 RULES = (SGLD, RMSpropSGLD, LeimkuhlerMatthews, OrnsteinUhlenbeck, BAOAB, SGNHT, Gaussian)
 SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
 NAMES_SHOWN = 4
+LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
+"""Settings that some runs do not have."""
 
 
 def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | None = None) -> dict[str, Any]:
@@ -49,6 +53,9 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     request |= IMPLIED.get(flags.get("sampler", ""), {}) | flags
     if flags.get("sampler") == "gaussian" and "step_size" in flags:
         raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
+    request["thin"] = _thin(request["thin"])
+    if isinstance(request.get("until"), list):
+        request["until"] = dict(_criterion(word) for word in request["until"])
     if "task" in request and "model" in request:
         raise InputError("task", got="a model as well", expected="either --task or --model")
     needed = () if "task" in request else ("model", "train", "query")
@@ -58,6 +65,24 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     return request
 
 
+def _thin(word: Any) -> int | Literal["auto"]:
+    if word == "auto":
+        return "auto"
+    try:
+        return int(word)
+    except ValueError as error:
+        raise InputError("thin", got=repr(word), expected="a whole number or auto") from error
+
+
+def _criterion(word: str) -> tuple[str, float]:
+    """``ess=400`` as a name and a number."""
+    name, _, value = word.partition("=")
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise InputError("until", got=repr(word), expected="ess=400, for one, or error=0.05") from error
+
+
 def _from_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
@@ -65,7 +90,7 @@ def _from_config(path: Path) -> dict[str, Any]:
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
         # What came later than some runs, or is not part of every rule.
-        settings |= {name: config[name] for name in ("control_variates", "precision") if name in config}
+        settings |= {name: config[name] for name in LATER if config.get(name) is not None}
         settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
         settings |= {"sampler": sampler, **config["source"]}
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
@@ -84,10 +109,22 @@ def _sampler(request: dict[str, Any]) -> Sampler:
         settings = {name: value for name, value in chosen.items() if name != "name"}
         if "step_size" in settings:
             settings["step_size"] = step_size
-        return by_name[chosen["name"]](**settings)
+        return _with_friction(by_name[chosen["name"]](**settings), request)
     if chosen not in SAMPLERS:
         raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
-    return Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size)
+    return _with_friction(Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size), request)
+
+
+def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
+    if "friction" not in request:
+        return sampler
+    if not isinstance(sampler, BAOAB | SGNHT):
+        raise InputError(
+            "friction",
+            got=f"{request['friction']:g} for {type(sampler).__name__}, which has none",
+            expected="--sampler baoab or sgnht",
+        )
+    return replace(sampler, friction=request["friction"])
 
 
 def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
@@ -106,7 +143,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
     del moving
     source = {name: _absolute(request[name]) for name in SOURCES if name in request}
     options = {"sampling_data": task.sampling_data, **task.options}
-    return attribute(
+    run = attribute(
         task.model,
         task.train,
         task.query,
@@ -117,9 +154,12 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         source=source,
         examples=task.examples,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in ("control_variates", "precision", "compile") if name in request},
+        **{name: request[name] for name in (*LATER, "compile") if name in request},
         **options,
     )
+    if run.manifest.get("thinning"):
+        say(str(Thinning(**run.manifest["thinning"])))
+    return run
 
 
 def _task(request: dict[str, Any]) -> Task:

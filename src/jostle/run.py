@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from jostle.estimate import (
     covariance_from_sums,
 )
 from jostle.scores import Scores
-from jostle.traces import SequenceLosses, Traces
+from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
 
 Reduction = Literal["mean", "sum"]
 
@@ -55,9 +56,35 @@ class Run:
         self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
 
     def __repr__(self) -> str:
-        config, failed = self.config, len(self.failed_chains)
+        failed = len(self.failed_chains)
         lost = f", {failed} failed" if failed else ""
-        return f"Run({str(self.directory)!r}: {config['chains']} chains{lost} × {config['draws']} draws)"
+        return f"Run({str(self.directory)!r}: {self.config['chains']} chains{lost} × {self.draws} draws)"
+
+    @property
+    def draws(self) -> int:
+        """Draws of each chain: fewer than asked for where the run stopped early."""
+        return self.manifest.get("draws", self.config["draws"])
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a run with ``until`` or ``minutes`` stopped where it did."""
+        wanted, measured = self.config.get("until") or {}, self.manifest.get("measured", {})
+        if not wanted and self.config.get("minutes") is None:
+            return None
+        numbers = [
+            f"{name} {'unknown' if measured.get(name) is None else format(measured[name], '.3g')} of {wanted[name]:g}"
+            for name in wanted
+        ]
+        if self.draws == self.config["draws"]:
+            numbers.append("all of them")
+        elif not self.manifest.get("reached"):
+            numbers.append(f"{self.config['minutes']:g} minutes")
+        return f"stopped after {self.draws} draws of each chain: {', '.join(numbers)}"
+
+    @property
+    def antithetic(self) -> bool:
+        """Whether chains are mirrored pairs: 2k and 2k + 1 have the same noise with opposite signs."""
+        return self.config.get("antithetic", False)
 
     @property
     def failed_chains(self) -> list[int]:
@@ -88,10 +115,17 @@ class Run:
         on: str | None = None,
         reduction: Reduction = "mean",
         centering: Centering = "pooled",
+        part: Part | None = None,
         standard_error: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> Scores:
         """Return the Bayesian influence of every training example on every query: −Cov(ℓᵢ, φⱼ).
+
+        The noise of the two chains of an antithetic pair has opposite signs. What of a loss changes sign with it, the
+        odd part (ℓ⁺ − ℓ⁻)/2, and what does not, the even part (ℓ⁺ + ℓ⁻)/2, are uncorrelated, so that the influence is
+        the sum of that of both: Cov(ℓᵢ, φⱼ) = Cov(oddᵢ, oddⱼ) + Cov(evenᵢ, evenⱼ). For quadratic losses around w*
+        (`Gaussian`, or any rule where w* is the minimum) the odd part is the first-order term gᵢᵀΣgⱼ, and the even one
+        ½·tr(HᵢΣHⱼΣ).
 
         Args:
             normalize: −correlation instead, in [−1, 1].
@@ -99,6 +133,8 @@ class Run:
             reduction: for per-token losses, what a sequence's loss is: the ``"mean"`` of its tokens' or their
                 ``"sum"``. Its score is then the mean, or the sum, of its block of token covariances.
             centering: around the mean over all chains (``"pooled"``, the paper's) or each chain's own (``"within"``).
+            part: of a run with ``antithetic=True``, the ``"odd"`` or ``"even"`` part alone; normalized, it is the
+                correlation of these parts.
             standard_error: also estimate the Monte Carlo standard error of every score.
             buffer_bytes: what may be allocated beyond the matrix itself.
         """
@@ -106,11 +142,11 @@ class Run:
             raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
         self._require_chains()
         if self.config["keep"] == "covariance":
-            if standard_error or on is not None or reduction != "mean":
+            if standard_error or on is not None or reduction != "mean" or part is not None:
                 raise InputError(
                     "run",
                     got="keep='covariance', which keeps nothing but train × query",
-                    expected="a run that kept its traces for errors, observables and sums",
+                    expected="a run that kept its traces for errors, observables, sums and parts",
                     fix="sample with keep='traces'",
                 )
             sums, _ = load_sums(self.directory / "covariance.safetensors")
@@ -118,10 +154,10 @@ class Run:
         else:
             left = self._sequence_losses("train", reduction)
             right = self.traces.observable(on) if on is not None else self._sequence_losses("query", reduction)
-            estimate = covariance(
+            estimate = self._estimate(
                 left,
                 right,
-                chains=self._healthy_chains(),
+                part,
                 centering=centering,
                 normalize=normalize,
                 standard_error=standard_error,
@@ -129,7 +165,7 @@ class Run:
             )
         # The potential holds a multiple of each sequence's mean loss, so only for means is there a scale.
         scale = self.manifest["scale"] if reduction == "mean" and not normalize else None
-        about = {"reduction": reduction, "centering": centering, "on": on or "query"}
+        about = {"reduction": reduction, "centering": centering, "on": on or "query", "part": part or "all"}
         return self._scores(estimate, normalize, scale, about)
 
     def token_influence(
@@ -140,13 +176,14 @@ class Run:
         whole_query: bool = False,
         normalize: bool = False,
         centering: Centering = "pooled",
+        part: Part | None = None,
         standard_error: bool = False,
     ) -> Scores:
         """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
 
         Rows and columns are the *scored* tokens: not the first of a sequence, nor those of a prompt. Where they stand
         is in ``provenance["train_positions"]`` and ``provenance["query_positions"]``. With ``whole_query`` there is
-        one column, the mean loss of the query's tokens.
+        one column, the mean loss of the query's tokens. ``part`` is that of `influence`.
         """
         self._require_chains()
         blocks, positions = [], {}
@@ -160,14 +197,15 @@ class Run:
             positions[f"{name}_positions"] = columns.positions_of(sample)
         if whole_query:
             blocks[1] = blocks[1].mean(axis=2, keepdims=True)
-        estimate = covariance(
-            *blocks,
-            chains=self._healthy_chains(),
+        estimate = self._estimate(
+            blocks[0],
+            blocks[1],
+            part,
             centering=centering,
             normalize=normalize,
             standard_error=standard_error,
         )
-        about = {"train": train, "query": query, "centering": centering, **positions}
+        about = {"train": train, "query": query, "centering": centering, "part": part or "all", **positions}
         return self._scores(estimate, normalize, None, about)
 
     def diagnostics(self, *, plot: str | Path | None = None) -> dict[str, Any]:
@@ -198,10 +236,11 @@ class Run:
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             center, _ = read_tensors(self.directory / "center.safetensors")
             return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
-        sample = read_sample(self.traces, self._healthy_chains())
-        found = diagnose(self.config, self.manifest, sample if len(sample.chains) else None)
+        sample = read_sample(self.traces, self._healthy_chains(), mirrored=self.antithetic)
+        config = self.config | {"draws": self.draws}
+        found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
         if plot is not None:
-            plots.draw(found, sample, self.config, Path(plot))
+            plots.draw(found, sample, config, Path(plot))
         return found
 
     def _require_chains(self) -> None:
@@ -209,7 +248,20 @@ class Run:
             raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
 
     def _healthy_chains(self) -> np.ndarray:
-        return np.setdiff1d(np.arange(self.config["chains"]), self.failed_chains)
+        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
+
+    def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
+        """The covariance of two traces, or of their odd or even parts."""
+        chains = self._healthy_chains()
+        if part is None:
+            return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
+        if part not in ("odd", "even"):
+            raise InputError("part", got=repr(part), expected="'odd' or 'even'")
+        if not self.antithetic:
+            raise InputError(
+                "part", got=f"{part!r} of chains that are not mirrored", expected="a run with antithetic=True"
+            )
+        return covariance(*(MirroredPairs(trace, chains, part) for trace in (left, right)), **options)
 
     def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
         if name not in self.traces.sets:
@@ -235,6 +287,12 @@ class Run:
                 **provenance,
             },
         )
+
+
+def healthy_chains(chains: int, failed: Iterable[int], *, antithetic: bool) -> np.ndarray:
+    """Return the chains that estimates use: those that did not fail, nor, in an antithetic pair, their mirror image."""
+    lost = {chain ^ other for chain in failed for other in ((0, 1) if antithetic else (0,))}
+    return np.setdiff1d(np.arange(chains), sorted(lost))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from jostle.chains import (
@@ -27,33 +26,27 @@ from jostle.chains import (
     full_gradient,
     run_chains,
 )
-from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
-from jostle.config import Config, Keep, Precision, describe, require_whole
-from jostle.data import Collate, Data, fingerprint_tensors, fingerprint_text
+from jostle.config import Config, Criterion, Keep, Precision, describe, require_whole
+from jostle.data import Collate, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
-from jostle.execution import Execution, choose, prepare
-from jostle.functional import FunctionalModel, Observable, SideBySide, eval_mode
+from jostle.execution import Execution, choose
+from jostle.execution import prepare as make_ready
+from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
-from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, write_manifest
-from jostle.losses import FACTORIES, Loss
+from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, thin_of, write_manifest
+from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
 from jostle.posterior import Posterior
-from jostle.run import Run
+from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
+from jostle.run import Run, healthy_chains
 from jostle.samplers import SGLD, Sampler
+from jostle.stopping import measure, next_round, reached
+from jostle.thinning import PROBED_EXAMPLES, choose_thin
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
-
-SIDE_BY_SIDE_WEIGHTS = 32_000_000
-"""Chains run side by side, by default, while their moving weights together are fewer than this."""
-
-SIDE_BY_SIDE_SCORES = 256_000_000
-"""The same for the scores that ``keep="covariance"`` holds for every chain."""
-
-CHECKED_EXAMPLES = 16_384
-"""Of the sampling data, at most this many examples are evaluated at w*, evenly spaced."""
 
 
 def attribute(
@@ -70,9 +63,12 @@ def attribute(
     chains: int = 4,
     draws: int = 100,
     burn_in: int = 0,
-    thin: int = 10,
+    thin: int | Literal["auto"] = 10,
     batch_size: int = 1024,
     control_variates: bool = False,
+    antithetic: bool = False,
+    until: Mapping[Criterion, float] | None = None,
+    minutes: float | None = None,
     out: str | Path | None = None,
     seed: int = 0,
     keep: Keep = "traces",
@@ -105,14 +101,21 @@ def attribute(
         posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``.
         sampler: the update rule and its step size. Default: ``SGLD(step_size=1e-5)``.
         chains: C, the number of chains.
-        draws: T, the number of draws from each chain.
+        draws: T, the number of draws from each chain; the most there may be where ``until`` or ``minutes`` is given.
         burn_in: steps before the first draw. Chains start at w*, and leave it within a few times 2/(εγ) steps.
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
-            observing every example: raise this before ``draws``.
+            observing every example: raise this before ``draws``. ``"auto"`` chooses what gives the most effective draws
+            a second, by a short pilot (see `jostle.thinning`); the choice is kept with the run.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
         control_variates: take from every minibatch gradient what it is at w*, and add the whole data's there. That is
             two gradients a step and one pass over the sampling data beforehand, and leaves the less of the minibatches'
             noise the closer the draws stay to w*.
+        antithetic: chains are mirrored pairs: 2k + 1 has the minibatches of 2k, and its noise with the opposite sign.
+            ``run.influence(part="odd")`` is then the first-order part of the influence; no more scores a second.
+        until: stop at the first round in which all of these hold: ``{"ess": 400}``, so many effective draws in all;
+            ``{"error": 0.05}``, so small a standard error (root mean square) of each query's ten strongest normalized
+            scores. The same draw whenever it is asked for.
+        minutes: stop when they are over, but not before the first 20 draws. Depends on the machine.
         out: the directory of the run. Default: a temporary one that goes with the process.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
@@ -140,24 +143,31 @@ def attribute(
         ChainsFailedError: every chain left the finite numbers.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
     """
-    loss = loss or classification_loss()
-    observables = dict(observables or {})
-    _check_kinds(model, loss, potential_loss, posterior, sampler)
+    check_kinds(model, loss, potential_loss, posterior, sampler)
+    directory = place_for(out)
+    sampler = sampler or SGLD(step_size=1e-5)
+    pilot = thin == "auto" and not getattr(sampler, "independent", False)
+    functions = Functions(
+        loss=loss or classification_loss(), potential_loss=potential_loss, observables=dict(observables or {})
+    )
     config = Config(
         posterior=posterior or Posterior(n_beta=200.0, localization=1e4),
-        sampler=sampler or SGLD(step_size=1e-5),
-        loss=describe(loss),
-        potential_loss=describe(potential_loss or loss),
-        observables=tuple(observables),
+        sampler=sampler,
+        loss=describe(functions.loss),
+        potential_loss=describe(functions.driving_loss),
+        observables=tuple(functions.observables),
         chains=chains,
         draws=draws,
         burn_in=burn_in,
-        thin=thin,
+        thin=(thin_of(directory) if pilot else 1) if thin == "auto" else thin,
         batch_size=batch_size,
         keep=keep,
         seed=seed,
         precision=precision,
         control_variates=control_variates,
+        antithetic=antithetic,
+        until=until,
+        minutes=minutes,
     )
     if query is None and not observables:
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
@@ -167,111 +177,62 @@ def attribute(
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
         require_whole("chains_at_once", chains_at_once, at_least=1)
-    directory = place_for(out)
     began = time.perf_counter()
     moving = MovingWeights(model, config.posterior.weights)
     fingerprints = {
-        "config": config.fingerprint(),
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),
     }
     with eval_mode(model), InPlace(model, moving, bfloat16=precision == "bfloat16") as in_place:
-        device = next(model.parameters()).device
-        sets = {"train": Data(train, "train", collate=collate, device=device)}
-        if query is not None:
-            sets["query"] = Data(query, "query", collate=collate, device=device)
-        if sampling_data is None:
-            drawn_from = sets["train"]
-        else:
-            drawn_from = Data(sampling_data, "sampling_data", collate=collate, device=device)
-        _check_examples(examples or {}, sets)
-        driving_loss = potential_loss or loss
-        for data in sets.values():
-            check_neighbours(in_place, loss, data)
-        if potential_loss is not None or sampling_data is not None:
-            check_neighbours(in_place, driving_loss, drawn_from)
-        center = moving.center[None]
-        at_center = {f"observable {name}": in_place.evaluate(phi, center)[0] for name, phi in observables.items()}
-        sizes = {name: _observable_size(name, at_center[f"observable {name}"]) for name in observables}
+        data = DataSets.of(train, query, sampling_data, collate=collate, device=in_place.device)
+        check_examples(examples or {}, data.observed)
         execution = execution_of(directory)
-        batch_sizes = execution.batch_sizes if execution else dict.fromkeys(sets, observation_batch_size)
-        observers = {name: Observer(in_place, loss, data, batch_sizes[name]) for name, data in sets.items()}
-        at_center |= {f"loss on {name}": observer.center_losses for name, observer in observers.items()}
-        if potential_loss is not None or sampling_data is not None:
-            driving = Observer(in_place, driving_loss, drawn_from, observers["train"].batch_size, most=CHECKED_EXAMPLES)
-            at_center["potential loss"] = driving.center_losses
-        if config.posterior.n_beta:
-            check_gradient(in_place, driving_loss, drawn_from)
-
-        def dynamics_of(functional: FunctionalModel) -> Dynamics:
-            return Dynamics(
-                functional,
-                config,
-                sampling_data=drawn_from,
-                potential_loss=driving_loss,
-                observers=observers,
-                observables=observables,
-            )
-
-        alone, together = dynamics_of(in_place), None
-        at_once = _most_at_once(config, moving, observers, chains_at_once)
-        if at_once > 1:
-            reason = side_by_side_failure(
-                in_place,
-                observed=[(loss, data) for data in sets.values()],
-                driven=(driving_loss, drawn_from),
-                observables=list(observables.values()),
-            )
-            if reason is not None and chains_at_once is not None:
-                raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
-            if reason is None:
-                together = dynamics_of(SideBySide(model, moving, bfloat16=in_place.bfloat16))
-            else:
-                log.info("chains run one after another (%s)", reason)
-        fingerprints |= {name: data.fingerprint() for name, data in sets.items()}
-        fingerprints["sampling_data"] = drawn_from.fingerprint()
-        log.info("%s weights of %d parameters move", f"{moving.total:,}", len(moving.names))
+        batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
+        prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
+        fingerprints |= data.fingerprints()
+        prepared_in = time.perf_counter() - began
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
         with _interruptible() as interrupted:
-            settings = config.to_dict() | ({"source": dict(source)} if source else {})
-            manifest = open_run(directory, fingerprints, config.to_dict(), at_center, in_place.tolerance)
-            if manifest is None:
-                manifest = new_manifest(fingerprints, moving)
-                # The potential holds nβ/n of each example's loss, where what drives the chain is what is recorded.
-                manifest["scale"] = None if potential_loss else config.posterior.n_beta / len(drawn_from)
-                create_run(directory, config, settings, manifest, observers, sizes, at_center, examples or {})
-            if manifest["status"] != "complete":
+            known = {"config": config.fingerprint(), **fingerprints}
+            manifest = open_run(directory, known, config.to_dict(), prepared.at_center, in_place.tolerance)
+            if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
-                    alone.center_gradient = full_gradient(in_place, driving_loss, drawn_from, batch_size)
-                    if together is not None:
-                        together.center_gradient = alone.center_gradient
+                    gradient = full_gradient(in_place, functions.driving_loss, data.drawn_from, batch_size)
+                    prepared.control(gradient)
                 if execution is None:
-                    asked = chains_at_once is not None and together is not None
-                    execution = (
-                        Execution(chains_at_once=at_once)
-                        if asked
-                        else choose(config, alone, together, at_once=at_once, compile=compile)
+                    execution = _choose(prepared, config, chains_at_once=chains_at_once, compile=compile)
+                dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
+                make_ready(execution, dynamics)
+                if manifest is None:
+                    thinning = None
+                    if pilot:
+                        probes = {
+                            name: Observer(in_place, functions.loss, data.observed[name], size, most=PROBED_EXAMPLES)
+                            for name, size in execution.batch_sizes.items()
+                        }
+                        thinning = choose_thin(
+                            dynamics, probes, at_once=execution.chains_at_once, interrupted=interrupted
+                        )
+                        config = dynamics.config = dataclasses.replace(config, thin=thinning.thin)
+                    manifest = new_manifest({"config": config.fingerprint(), **fingerprints}, moving) | {
+                        # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
+                        "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
+                        "execution": execution.to_dict(),
+                        "thinning": thinning and dataclasses.asdict(thinning),
+                    }
+                    settings = config.to_dict() | ({"source": dict(source)} if source else {})
+                    create_run(
+                        directory, config, settings, manifest, prepared.observers, prepared.at_center, examples or {}
                     )
-                    execution.batch_sizes = {name: observer.batch_size for name, observer in observers.items()}
-                    manifest["execution"] = execution.to_dict()
-                    write_manifest(directory, manifest)
-                dynamics = alone if together is None or execution.chains_at_once == 1 else together
-                prepare(execution, dynamics)
-                recorder: Recorder
-                if keep == "traces":
-                    recorder = TraceRecorder(Traces(directory / "traces.zarr", writable=True))
-                else:
-                    recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, draws)
-                sampling_since = time.perf_counter()
                 try:
-                    with _bar(progress, config, observers) as report:
-                        failures, remarks = run_chains(
+                    with _bar(progress, config, prepared.observers) as report:
+                        _sample(
+                            directory,
+                            manifest,
                             dynamics,
-                            recorder,
-                            Checkpoints(directory / "state"),
-                            chains=list(range(chains)),
+                            prepared.observers,
                             at_once=execution.chains_at_once,
                             checkpoint_seconds=checkpoint_seconds,
                             report=report,
@@ -283,16 +244,82 @@ def attribute(
                     raise KeyboardInterrupt(
                         f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
                     ) from error
-                ended = time.perf_counter()
-                manifest["seconds"] = {"preparing": sampling_since - began, "sampling": ended - sampling_since}
+                manifest["seconds"]["preparing"] = prepared_in
                 manifest["status"] = "complete"
-                manifest["failed_chains"] = [dataclasses.asdict(failure) for failure in failures]
-                manifest["remarks"] = list(dict.fromkeys(remarks))
                 write_manifest(directory, manifest)
                 shutil.rmtree(directory / "state", ignore_errors=True)
     run = Run(directory)
     _tell(run)
     return run
+
+
+def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, compile: bool | None) -> Execution:
+    """How the chains will run: as asked, or as is quickest."""
+    if chains_at_once is not None and prepared.together is not None:
+        execution = Execution(chains_at_once=prepared.at_once)
+    else:
+        execution = choose(config, prepared.alone, prepared.together, at_once=prepared.at_once, compile=compile)
+    execution.batch_sizes = {name: observer.batch_size for name, observer in prepared.observers.items()}
+    return execution
+
+
+def _sample(
+    directory: Path,
+    manifest: dict[str, Any],
+    dynamics: Dynamics,
+    observers: Mapping[str, Observer],
+    *,
+    at_once: int,
+    checkpoint_seconds: float,
+    report: Callable[[Progress], None],
+    interrupted: Callable[[], bool],
+) -> None:
+    """Run the chains from where they stand to their end, round by round, and put into the manifest what came of it."""
+    config, traces = dynamics.config, None
+    recorder: Recorder
+    if config.keep == "traces":
+        traces = Traces(directory / "traces.zarr", writable=True)
+        recorder = TraceRecorder(traces)
+    else:
+        recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
+    before, started = manifest["seconds"]["sampling"], time.perf_counter()
+    remarks: list[str] = []
+    while (draws := next_round(config, manifest["draws"], seconds=manifest["seconds"]["sampling"])) > manifest["draws"]:
+        if traces is not None:
+            traces.extend(config.steps[:draws])
+        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+        failures, remarks = run_chains(
+            dynamics,
+            recorder,
+            Checkpoints(directory / "state"),
+            chains=[chain for chain in range(config.chains) if chain not in failed],
+            at_once=at_once,
+            draws=draws,
+            checkpoint_seconds=checkpoint_seconds,
+            report=report,
+            interrupted=interrupted,
+        )
+        manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+        manifest["draws"] = draws
+        manifest["seconds"]["sampling"] = before + time.perf_counter() - started
+        failed |= {failure.chain for failure in failures}
+        healthy = healthy_chains(config.chains, failed, antithetic=config.antithetic)
+        if not len(healthy):
+            break
+        if traces is not None and config.until:
+            manifest["measured"] = measure(config, traces, healthy)
+            log.info("%d draws: %s", draws, manifest["measured"])
+            manifest["reached"] = reached(config, manifest["measured"])
+            if manifest["reached"]:
+                break
+        if draws < config.draws:
+            write_manifest(directory, manifest)
+    if getattr(config.sampler, "independent", False) and config.thin > 1:
+        rule, wasted = type(config.sampler).__name__, config.thin - 1
+        remarks.append(
+            f"every step of {rule} is a new draw, and {wasted} of {config.thin} are not looked at: use thin=1"
+        )
+    manifest["remarks"] = list(dict.fromkeys(remarks))
 
 
 def _tell(run: Run) -> None:
@@ -306,66 +333,13 @@ def _tell(run: Run) -> None:
         )
     for failure in failed:
         warnings.warn(
-            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it is left out of "
-            "every estimate",
+            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it "
+            f"{'and its mirror image are' if run.antithetic else 'is'} left out of every estimate",
             ChainFailedWarning,
             stacklevel=3,
         )
     for remark in run.manifest["remarks"]:
         warnings.warn(remark, SamplerWarning, stacklevel=3)
-
-
-def _check_kinds(
-    model: Any, loss: Any, potential_loss: Any, posterior: Posterior | None, sampler: Sampler | None
-) -> None:
-    """Refuse what is not the kind of thing it should be, before it fails somewhere inside."""
-    if not isinstance(model, nn.Module):
-        raise InputError("model", got=f"a {type(model).__name__}", expected="an instance of torch.nn.Module, at w*")
-    for name, function in (("loss", loss), ("potential_loss", potential_loss)):
-        if function in FACTORIES:
-            raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
-        if function is not None and (not callable(function) or isinstance(function, nn.Module)):
-            raise InputError(
-                name,
-                got=f"a {type(function).__name__}",
-                expected="a function f(model, batch) that returns one loss a sample",
-                fix="jostle.losses has classification(), regression() and next_token()",
-            )
-    if posterior is not None and not isinstance(posterior, Posterior):
-        raise InputError("posterior", got=f"a {type(posterior).__name__}", expected="a jostle.Posterior")
-    if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
-        got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
-        raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
-
-
-def _check_examples(examples: Mapping[str, Any], sets: Mapping[str, Data]) -> None:
-    if not isinstance(examples, Mapping):
-        raise InputError("examples", got=f"a {type(examples).__name__}", expected='{"train": [...], "query": [...]}')
-    for name, shown in examples.items():
-        if name not in sets or len(shown) != len(sets[name]):
-            expected = " and ".join(f"{len(data)} of {key!r}" for key, data in sets.items())
-            raise InputError("examples", got=f"{len(shown)} of {name!r}", expected=expected)
-
-
-def _most_at_once(config: Config, moving: MovingWeights, observers: Mapping[str, Observer], wanted: int | None) -> int:
-    """How many chains may move side by side, if they can: as asked, or as many as are small enough."""
-    if wanted is not None:
-        return min(config.chains, wanted)
-    most = min(config.chains, max(1, SIDE_BY_SIDE_WEIGHTS // moving.total))
-    if config.keep == "covariance":  # every open chain has a matrix of its own
-        entries = observers["train"].columns.samples * observers["query"].columns.samples
-        most = min(most, max(1, SIDE_BY_SIDE_SCORES // entries))
-    return most
-
-
-def _observable_size(name: str, value: torch.Tensor) -> int:
-    if value.ndim != 1 or not torch.isfinite(value).all():
-        raise InputError(
-            f"observable {name!r}",
-            got=f"shape {tuple(value.shape)}" if value.ndim != 1 else "values that are not finite at w*",
-            expected="finite values of shape (p,)",
-        )
-    return len(value)
 
 
 @contextlib.contextmanager

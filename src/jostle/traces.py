@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import zarr
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 CHUNK_BYTES = 8 << 20
+Part = Literal["odd", "even"]
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,18 @@ class Traces:
         for chain, rows in zip(chains, values, strict=True):
             array[chain, draws] = rows
 
+    def extend(self, steps: Sequence[int]) -> None:
+        """Make room for more draws: of every chain, at these steps in all; what is there stays."""
+        arrays = [self.losses(name) for name in self.sets] + [self.observable(name) for name in self.observables]
+        for array in arrays:
+            if array.shape[1] < len(steps):
+                array.resize((array.shape[0], len(steps), array.shape[2]))
+        for name in self.sets:
+            coordinate = cast(zarr.Array, self._root[f"{name}/step"])
+            if coordinate.shape[0] < len(steps):
+                coordinate.resize((len(steps),))
+            coordinate[:] = np.asarray(steps)
+
     def to_xarray(self, name: str) -> xarray.Dataset:
         """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
         import xarray
@@ -229,6 +242,25 @@ class SequenceLosses:
         if self._reduction == "mean":
             values /= np.diff(offsets)
         return values.astype(self.dtype)
+
+
+class MirroredPairs:
+    """Losses of antithetic chains as the odd or even part of what the noise does to them: (pair, draw, column).
+
+    With ℓ⁺ and ℓ⁻ the losses of two chains whose noise has opposite signs, odd = (ℓ⁺ − ℓ⁻)/2 and even = (ℓ⁺ + ℓ⁻)/2.
+    """
+
+    def __init__(self, trace: Any, chains: Int[np.ndarray, " chain"], part: Part) -> None:
+        self._trace, self._chains, self._sign = trace, chains, -1 if part == "odd" else 1
+        self.shape = (len(chains) // 2, *trace.shape[1:])
+        self.dtype = trace.dtype
+        self.read_per_column = 2 * getattr(trace, "read_per_column", 1)
+        """How many numbers are read for each one returned, at most."""
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Float[np.ndarray, "pair draw column"]:
+        pairs, draws, columns = index
+        values = np.asarray(self._trace[:, draws, columns])[self._chains]
+        return ((values[::2] + self._sign * values[1::2]) / 2)[pairs]
 
 
 def _create(group: zarr.Group, name: str, values: np.ndarray, dimensions: tuple[str, ...]) -> None:

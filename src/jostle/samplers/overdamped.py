@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -25,6 +25,8 @@ class Gaussian:
     Scores of this rule know the losses' gradients and curvature at and around w*, but not how the data as a whole hold
     the weights: to first order they are −gᵢᵀgⱼ/γ, a dot product of gradients.
     """
+
+    independent: ClassVar[bool] = True
 
     def init(self, weights: Weights) -> Statistics:
         """Carry nothing."""

@@ -22,7 +22,7 @@ class Sampler(Protocol):
 
     The weights of a very large model come in blocks, one after another, and gradient, noise and whatever else has their
     shape with them. A rule that needs all weights of a chain at once (for a mean over them) says so with a class
-    attribute ``whole_chain = True``.
+    attribute ``whole_chain = True``; one whose every step is a new draw, with ``independent = True``.
     """
 
     def init(self, weights: Weights) -> Statistics:

@@ -1,0 +1,31 @@
+"""Where a number begins to be doubtful or unreliable; `docs/diagnostics.md` says why there."""
+
+from __future__ import annotations
+
+ENOUGH_DRAWS, FEWEST_EFFECTIVE = 100, 25
+"""The Monte Carlo error of a correlation is about 1/√(effective draws): 0.1, and 0.2."""
+
+R_HAT_DOUBTFUL, R_HAT_UNRELIABLE = 1.1, 1.3
+"""Perfect chains with 100 effective draws among them reach 1.08 by chance; 1.01 asks for some thousand."""
+
+AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 1 / 2, 1 / 3
+"""Of scores from halves of the draws. By Spearman and Brown's formula 2r/(1 + r), two thirds and one half of the
+differences between the scores from all draws are then signal."""
+
+MOST_TIMES_THE_DRAWS = 20
+"""Who would need more draws than this many times those there are is told something else."""
+
+DRIFT_ERRORS = 5.0
+"""Of the mean loss between the first quarter and the last half of the chains, in standard errors."""
+
+RISE_DOUBTFUL, RISE_UNRELIABLE = 2.0, 5.0
+"""Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3."""
+
+RUNAWAY_SPREADS = 8.0
+"""How far above the draws before it, in their robust standard deviations, a chain that runs away has come."""
+
+SPREAD_GROWTH = 6.0
+"""By how much the spread of the mean loss may grow from the middle to the last third of the chains."""
+
+HOT = 1.5
+"""How far above d/2 a learning coefficient may lie: no target that is quadratic around w* gives more than d/2."""

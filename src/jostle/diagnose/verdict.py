@@ -1,0 +1,270 @@
+"""The verdict: the numbers against the thresholds, in words, with what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from jostle.diagnose.measures import last_step, memory_in_steps
+from jostle.diagnose.thresholds import (
+    AGREEMENT_DOUBTFUL,
+    AGREEMENT_UNRELIABLE,
+    DRIFT_ERRORS,
+    ENOUGH_DRAWS,
+    FEWEST_EFFECTIVE,
+    HOT,
+    MOST_TIMES_THE_DRAWS,
+    R_HAT_DOUBTFUL,
+    R_HAT_UNRELIABLE,
+    RISE_DOUBTFUL,
+    RISE_UNRELIABLE,
+)
+from jostle.estimate import FEWEST_DRAWS
+
+Level = Literal["good", "doubtful", "unreliable"]
+LEVELS: tuple[Level, ...] = ("good", "doubtful", "unreliable")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One thing that is wrong: how bad, what was measured, and what to do about it."""
+
+    level: Level
+    kind: str
+    number: float | None
+    finding: str
+    advice: str
+
+
+def judge(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The worst level of all reasons, and the reasons, causes before what follows from them."""
+    reasons = list(_reasons(config, found))
+    level = LEVELS[max((LEVELS.index(reason.level) for reason in reasons), default=0)]
+    return {"level": level, "summary": _summary(level, reasons, found), "reasons": [asdict(r) for r in reasons]}
+
+
+def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> str:
+    if level == "good":
+        effective, halves = found["effective_draws"], found["agreement"]["halves"]
+        return (
+            f"good: {effective:.0f} effective draws (± {effective**-0.5:.2f} on a correlation), "
+            f"R-hat {max(found['losses']['r_hat'], found['products']['r_hat']):.2f}, "
+            f"halves of the draws agree (Spearman {halves['spearman']:.2f}, {halves['top_overlap']:.0%} of the top "
+            f"{found['agreement']['top']})"
+        )
+    worst = next(reason for reason in reasons if reason.level == level)
+    opening = "doubtful" if level == "doubtful" else "these scores are not reliable"
+    return f"{opening}: {worst.finding}; {worst.advice}"
+
+
+def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
+    failed, chains = found["failed_chains"], found["chains"]
+    step_size = config["sampler"].get("step_size")
+    smaller = "lower --step-size" + (f" (to about {_two_digits(step_size / 4)})" if step_size else "")
+    for failure in failed:
+        yield Reason(
+            "unreliable" if 2 * len(failed) >= config["chains"] else "doubtful",
+            "failed chain",
+            failure["step"],
+            f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}",
+            f"{smaller}, or raise --localization: the chains that are left stand at the same brink",
+        )
+    if chains == 0:
+        return
+    if found.get("unmoved_share") == 1:
+        yield Reason(
+            "unreliable",
+            "no movement",
+            0.0,
+            "no loss moved by more than rounding",
+            "raise --step-size, or lower --localization",
+        )
+        return
+    unstable = False
+    for reason in _unstable(found, chains, smaller):
+        unstable = True
+        yield reason
+    if "unknown" in found:
+        yield _without_traces(found)
+        return
+    # What an unstable chain lacks is a smaller step: neither burn-in nor thinning nor more draws would help it.
+    if not unstable:
+        yield from _too_short(config, found)
+        yield from _disagreement(config, found)
+    if chains == 1:
+        yield Reason(
+            "doubtful",
+            "few chains",
+            chains,
+            "a single chain (or antithetic pair) cannot show that it missed something",
+            "sample with --chains 4",
+        )
+
+
+def _unstable(found: Mapping[str, Any], chains: int, smaller: str) -> Iterator[Reason]:
+    """Chains that left, or are leaving, what they should sample."""
+    away = found.get("runaway", {}).get("chains", [])
+    if away:
+        trail = found["runaway"]
+        where = f"{trail['level']:.4g} at the end, around {trail['before']:.4g} in the first half"
+        if 2 * len(away) >= chains:
+            finding = f"the mean loss grows without end (mean loss {where}): the step size is too large to be stable"
+        else:
+            finding = f"chain {_listed(away)} runs away late (mean loss {where})"
+        yield Reason("unreliable", "runaway", trail["excess"], finding, smaller)
+    coefficient = found["local_learning_coefficient"]
+    heat = coefficient["temperature_at_least"]
+    error = coefficient["standard_error"] or 0.0
+    if heat is not None and heat > HOT and (1 - 1 / heat) * coefficient["value"] > 4 * error and not away:
+        yield Reason(
+            "unreliable" if heat > 2 * HOT else "doubtful",
+            "too hot",
+            heat,
+            f"n_beta times the rise of the mean loss is {heat:.3g} times half the number of weights, the most that a "
+            "quadratic loss allows: the step (or the noise of small batches) heats the chain",
+            smaller,
+        )
+    rise, center = found["rise"], abs(found["mean_loss_at_center"] or 0.0)
+    if rise > max(RISE_DOUBTFUL, center / 2):
+        yield Reason(
+            "unreliable" if rise > max(RISE_UNRELIABLE, 2 * center) else "doubtful",
+            "left the neighbourhood",
+            rise,
+            f"the mean loss is {rise:.3g} nats above w*: the chain left the neighbourhood",
+            f"{smaller} or raise --localization",
+        )
+
+
+def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
+    """Chains that have not gone far enough: R-hat, drift, effective draws."""
+    effective, draws, thin = found["effective_draws"], config["draws"], config["thin"]
+    total = found["chains"] * draws
+    if effective is None:
+        yield Reason(
+            "unreliable" if total < FEWEST_EFFECTIVE else "doubtful",
+            "too few draws",
+            draws,
+            f"chains of {draws} draws are too short to tell how many are effective",
+            f"raise --draws to {ENOUGH_DRAWS} or more",
+        )
+        return
+    # Chains that disagree need the slower of both times: their own, and the one that their disagreement shows.
+    slowest = max(found["autocorrelation_time"], total / effective)
+    steps, memory = last_step(config), memory_in_steps(config)
+    burn_in = _two_digits(max(config["burn_in"] + 3 * slowest * thin, 3 * memory if memory else 0))
+    reasons = []
+    if effective < ENOUGH_DRAWS:
+        advice = []
+        if slowest > 2:
+            wanted = _two_digits(max(thin * slowest, memory if memory and memory > steps else 0))
+            advice.append(f"raise --thin to {'at least' if effective < 5 * found['chains'] else 'about'} {wanted}")
+        # Draws that are one autocorrelation time apart are worth about three quarters of independent ones.
+        if 0.75 * total < ENOUGH_DRAWS:
+            advice.append(f"raise --draws to {_two_digits(ENOUGH_DRAWS / 0.75 / found['chains'])}")
+        reasons.append(
+            Reason(
+                "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
+                "few effective draws",
+                effective,
+                f"{effective:.0f} effective draws of {total} (± {effective**-0.5:.2f} on a correlation)",
+                " and ".join(advice) or "raise --thin",
+            )
+        )
+    r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
+    # Halves of a few draws differ by chance.
+    if r_hat > R_HAT_DOUBTFUL and draws >= 4 * FEWEST_DRAWS:
+        reasons.append(
+            Reason(
+                "unreliable" if r_hat > R_HAT_UNRELIABLE else "doubtful",
+                "chains disagree",
+                r_hat,
+                f"chains disagree with each other or with themselves (R-hat {r_hat:.2f})",
+                f"raise --burn-in to about {burn_in}, and --thin",
+            )
+        )
+    moved = found["drift"]
+    if moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS:
+        direction = "rises" if moved["change"] > 0 else "falls"
+        reasons.append(
+            Reason(
+                "doubtful",
+                "drift",
+                moved["standard_errors"],
+                f"the mean loss still {direction} along the chains (by {abs(moved['change']):.2g} nats, "
+                f"{abs(moved['standard_errors']):.0f} standard errors)",
+                f"raise --burn-in to about {burn_in}",
+            )
+        )
+    # By itself it is no reason: where curvature holds every direction that matters, chains forget sooner.
+    if reasons and memory is not None and steps < memory:
+        yield Reason(
+            "unreliable",
+            "hardly left w*",
+            steps / memory,
+            f"chains have hardly left w*: {steps} steps, and forgetting it takes up to 2/(step size · localization) = "
+            f"{memory:.3g}",
+            f"raise --thin to about {_two_digits(memory)}, or take longer steps",
+        )
+    yield from reasons
+
+
+def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
+    """Halves that rank differently."""
+    for name, what in (("halves", "the first and the last half of the draws"), ("chains", "two halves of the chains")):
+        between = found["agreement"][name]
+        rank, overlap = between["spearman"], between["top_overlap"]
+        if rank is None:
+            continue
+        # Where most scores are near 0 their order is noise, and the few that are not may be sure all the same.
+        chance = found["agreement"]["top"] / found["agreement"]["examples"]
+        agreed = max(rank, (overlap - chance) / (1 - chance))
+        if agreed >= AGREEMENT_DOUBTFUL:
+            continue
+        level: Level = "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful"
+        # Spearman and Brown's formula again: how many times the draws would bring a half up to the threshold.
+        factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
+        if found["effective_draws"] is None or found["effective_draws"] < ENOUGH_DRAWS:
+            advice = "get more effective draws"
+        elif factor > MOST_TIMES_THE_DRAWS:
+            advice = "their scores hardly differ: lower --localization, or move other --weights, rather than draw more"
+        else:
+            advice = f"raise --draws to about {_two_digits(config['draws'] * factor)}"
+        yield Reason(
+            level,
+            "scores disagree",
+            rank,
+            f"{what} rank training examples differently (Spearman {rank:.2f}; {overlap:.0%} of the top "
+            f"{found['agreement']['top']} in common)",
+            advice,
+        )
+        return
+
+
+def _without_traces(found: Mapping[str, Any]) -> Reason:
+    effective, share = found["effective_draws_by_share"], found["between_chain_share"]
+    hint = (
+        "" if effective is None else f"; {share:.2g} of the variance lies between chains, as with about {effective:.0f}"
+    )
+    few = effective is not None and effective < FEWEST_EFFECTIVE
+    return Reason(
+        "unreliable" if few else "doubtful",
+        "no traces",
+        effective,
+        f"without traces nobody can tell how many draws are effective{hint}",
+        "sample with keep='traces', if only for a short run at the same settings",
+    )
+
+
+def _two_digits(value: float) -> str:
+    """A number to set: rounded up to two digits, so that nobody takes it for exact."""
+    if value <= 0 or not math.isfinite(value):
+        return "more"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    rounded = math.ceil(value / unit - 1e-9) * unit
+    return f"{rounded:.2g}" if rounded < 1 else f"{math.ceil(rounded - 1e-9):d}"
+
+
+def _listed(chains: list[int]) -> str:
+    return " and ".join(map(str, chains))

@@ -1,0 +1,225 @@
+"""What `attribute` was given, checked and evaluated at w* before anything is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jostle.chains import Dynamics
+from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
+from jostle.config import Config
+from jostle.data import Collate, Data
+from jostle.errors import InputError
+from jostle.functional import FunctionalModel, Observable, SideBySide
+from jostle.in_place import InPlace
+from jostle.losses import FACTORIES, Loss
+from jostle.observing import Observer
+from jostle.posterior import Posterior
+from jostle.samplers import SGLD, Sampler
+
+log = logging.getLogger("jostle")
+
+SIDE_BY_SIDE_WEIGHTS = 32_000_000
+"""Chains run side by side, by default, while their moving weights together are fewer than this."""
+
+SIDE_BY_SIDE_SCORES = 256_000_000
+"""The same for the scores that ``keep="covariance"`` holds for every chain."""
+
+CHECKED_EXAMPLES = 16_384
+"""Of the sampling data, at most this many examples are evaluated at w*, evenly spaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Functions:
+    """What is evaluated: the loss that is recorded, the one that drives the chain where it is another, and every φ."""
+
+    loss: Loss
+    potential_loss: Loss | None
+    observables: Mapping[str, Observable]
+
+    @property
+    def driving_loss(self) -> Loss:
+        """What drives the chain."""
+        return self.potential_loss or self.loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSets:
+    """The observed sets, and what minibatches are drawn from, which may be one of them."""
+
+    observed: Mapping[str, Data]
+    drawn_from: Data
+
+    @classmethod
+    def of(
+        cls, train: Any, query: Any, sampling_data: Any, *, collate: Collate | None, device: torch.device
+    ) -> DataSets:
+        """Wrap what was passed."""
+        given = {"train": train} | ({} if query is None else {"query": query})
+        observed = {name: Data(data, name, collate=collate, device=device) for name, data in given.items()}
+        if sampling_data is None:
+            return cls(observed=observed, drawn_from=observed["train"])
+        return cls(observed=observed, drawn_from=Data(sampling_data, "sampling_data", collate=collate, device=device))
+
+    @property
+    def drawn_from_others(self) -> bool:
+        """Whether minibatches are of other data than the training examples."""
+        return self.drawn_from is not self.observed["train"]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return a hash of each."""
+        hashes = {name: data.fingerprint() for name, data in self.observed.items()}
+        return hashes | {"sampling_data": self.drawn_from.fingerprint()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that sampling needs.
+
+    Attributes:
+        observers: of every observed set.
+        at_center: what every function is at w*.
+        alone: chains one after another, in place.
+        together: chains side by side, where they can run so.
+        at_once: how many of them.
+    """
+
+    observers: Mapping[str, Observer]
+    at_center: Mapping[str, Tensor]
+    alone: Dynamics
+    together: Dynamics | None
+    at_once: int
+
+    def control(self, center_gradient: Tensor) -> None:
+        """Give the gradient at w* to those that use it as a control variate."""
+        for dynamics in (self.alone, self.together):
+            if dynamics is not None:
+                dynamics.center_gradient = center_gradient
+
+
+def prepare(
+    in_place: InPlace,
+    config: Config,
+    functions: Functions,
+    data: DataSets,
+    *,
+    batch_sizes: Mapping[str, int | None],
+    chains_at_once: int | None,
+) -> Prepared:
+    """Evaluate everything at w*, refuse what cannot be sampled, and see which ways there are of running chains.
+
+    Args:
+        in_place: the model.
+        config: the run's configuration.
+        functions: what is evaluated.
+        data: what it is evaluated on.
+        batch_sizes: examples in one forward pass of an observation, by set; None chooses.
+        chains_at_once: how many chains are to run side by side; None chooses.
+    """
+    loss, driving_loss = functions.loss, functions.driving_loss
+    drives_otherwise = functions.potential_loss is not None or data.drawn_from_others
+    for observed in data.observed.values():
+        check_neighbours(in_place, loss, observed)
+    if drives_otherwise:
+        check_neighbours(in_place, driving_loss, data.drawn_from)
+    at_center = {
+        f"observable {name}": _check_observable(name, in_place.evaluate(phi, in_place.moving.center[None])[0])
+        for name, phi in functions.observables.items()
+    }
+    observers = {
+        name: Observer(in_place, loss, observed, batch_sizes[name]) for name, observed in data.observed.items()
+    }
+    at_center |= {f"loss on {name}": observer.center_losses for name, observer in observers.items()}
+    if drives_otherwise:
+        size = observers["train"].batch_size
+        driving = Observer(in_place, driving_loss, data.drawn_from, size, most=CHECKED_EXAMPLES)
+        at_center["potential loss"] = driving.center_losses
+    if config.posterior.n_beta:
+        check_gradient(in_place, driving_loss, data.drawn_from)
+
+    def dynamics_of(functional: FunctionalModel) -> Dynamics:
+        return Dynamics(
+            functional,
+            config,
+            sampling_data=data.drawn_from,
+            potential_loss=driving_loss,
+            observers=observers,
+            observables=functions.observables,
+        )
+
+    alone, together = dynamics_of(in_place), None
+    at_once = _most_at_once(config, in_place, observers, chains_at_once)
+    if at_once > 1:
+        reason = side_by_side_failure(
+            in_place,
+            observed=[(loss, observed) for observed in data.observed.values()],
+            driven=(driving_loss, data.drawn_from),
+            observables=list(functions.observables.values()),
+        )
+        if reason is None:
+            together = dynamics_of(SideBySide(in_place.model, in_place.moving, bfloat16=in_place.bfloat16))
+        elif chains_at_once is not None:
+            raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
+        else:
+            log.info("chains run one after another (%s)", reason)
+    log.info("%s weights of %d parameters move", f"{in_place.moving.total:,}", len(in_place.moving.names))
+    return Prepared(observers=observers, at_center=at_center, alone=alone, together=together, at_once=at_once)
+
+
+def check_kinds(
+    model: Any, loss: Any, potential_loss: Any, posterior: Posterior | None, sampler: Sampler | None
+) -> None:
+    """Refuse what is not the kind of thing it should be, before it fails somewhere inside."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", got=f"a {type(model).__name__}", expected="an instance of torch.nn.Module, at w*")
+    for name, function in (("loss", loss), ("potential_loss", potential_loss)):
+        if function in FACTORIES:
+            raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
+        if function is not None and (not callable(function) or isinstance(function, nn.Module)):
+            raise InputError(
+                name,
+                got=f"a {type(function).__name__}",
+                expected="a function f(model, batch) that returns one loss a sample",
+                fix="jostle.losses has classification(), regression() and next_token()",
+            )
+    if posterior is not None and not isinstance(posterior, Posterior):
+        raise InputError("posterior", got=f"a {type(posterior).__name__}", expected="a jostle.Posterior")
+    if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
+        got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
+        raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
+
+
+def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:
+    """Refuse examples to show that are not those of the data."""
+    if not isinstance(examples, Mapping):
+        raise InputError("examples", got=f"a {type(examples).__name__}", expected='{"train": [...], "query": [...]}')
+    for name, shown in examples.items():
+        if name not in sets or len(shown) != len(sets[name]):
+            expected = " and ".join(f"{len(data)} of {key!r}" for key, data in sets.items())
+            raise InputError("examples", got=f"{len(shown)} of {name!r}", expected=expected)
+
+
+def _most_at_once(config: Config, in_place: InPlace, observers: Mapping[str, Observer], wanted: int | None) -> int:
+    """How many chains may move side by side, if they can: as asked, or as many as are small enough."""
+    if wanted is not None:
+        return min(config.chains, wanted)
+    most = min(config.chains, max(1, SIDE_BY_SIDE_WEIGHTS // in_place.moving.total))
+    if config.keep == "covariance":  # every open chain has a matrix of its own
+        entries = observers["train"].columns.samples * observers["query"].columns.samples
+        most = min(most, max(1, SIDE_BY_SIDE_SCORES // entries))
+    return most
+
+
+def _check_observable(name: str, value: Tensor) -> Tensor:
+    if value.ndim != 1 or not torch.isfinite(value).all():
+        raise InputError(
+            f"observable {name!r}",
+            got=f"shape {tuple(value.shape)}" if value.ndim != 1 else "values that are not finite at w*",
+            expected="finite values of shape (p,)",
+        )
+    return value
