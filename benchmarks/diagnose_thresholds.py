@@ -66,7 +66,7 @@ class Problem:
 def judge(problem: Problem, step: float, thin: int, draws: int, seed: int) -> list[dict[str, Any]]:
     """One row for each of some runs at a setting: what is true of its scores, and what the diagnostics say."""
     sampler = jostle.SGLD(step_size=step / problem.largest)
-    settings = {"draws": draws, "burn_in": BURN_IN, "thin": thin}
+    settings: dict[str, Any] = {"draws": draws, "burn_in": BURN_IN, "thin": thin}
     weights = simulate(sampler, problem.hessian, problem.posterior, chains=CHAINS * RUNS, seed=seed, **settings)
     losses, truth, rows = problem.losses(weights), problem.truth(), []
     config = settings | {

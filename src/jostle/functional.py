@@ -126,7 +126,6 @@ class SideBySide(FunctionalModel):
         self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
     ) -> Float[Tensor, "chain weight"]:
         """Return the gradient of each chain's minibatch loss: each sequence's token mean, then the batch's mean."""
-
         whole = len(indices[0]) == len(data)
         batch = data.whole() if whole else data.batch(np.concatenate(indices))
         # `vmap` looks into plain dictionaries alone; the loss is to know that padding is on the right.
