@@ -12,7 +12,7 @@ import jostle
 SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
-    "_version", "errors", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "traces", "estimate",
+    "_version", "errors", "ranks", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "traces", "estimate",
     "functional", "checks", "observing", "prefix", "in_place", "config", "chains", "execution", "attributors", "diagnose", "plots", "run", "stopping", "layout", "preparing", "thinning", "sampling", "texts", "presets", "tasks", "requests", "terminal",
     "demo", "cli", "__main__",
 ]  # fmt: skip

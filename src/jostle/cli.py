@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that ``jostle --help`` does not
 
 from __future__ import annotations
 
+import sys
 import warnings
 from enum import IntEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from jostle._version import __version__
-from jostle.errors import ChainsFailedError, InputError, JostleWarning
+from jostle.errors import ChainsFailedError, InputError, JostleWarning, RankLostError
 
 if TYPE_CHECKING:
     from jostle.run import Run
@@ -42,13 +43,17 @@ class _Commands(TyperGroup):
                 raise _failure(str(error), ExitCode.BAD_INPUT) from error
             except ChainsFailedError as error:
                 raise _failure(str(error), ExitCode.CHAIN_FAILED) from error
+            except RankLostError as error:
+                raise _failure(str(error), ExitCode.INTERRUPTED) from error
             except KeyboardInterrupt as error:
                 raise _failure("interrupted; the same command goes on where it stood", ExitCode.INTERRUPTED) from error
 
 
 def _failure(message: str, code: ExitCode) -> typer.Exit:
-    """Say on stderr what went wrong, and return the exit to raise."""
-    _say(message)
+    """Say on stderr what went wrong, once for all ranks of a run, and return the exit to raise."""
+    prefix = sys.modules["jostle.ranks"].speaks() if "jostle.ranks" in sys.modules else ""
+    if prefix is not None:
+        _say(prefix + message)
     return typer.Exit(code)
 
 
@@ -173,6 +178,7 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
+        ("torchrun --nproc-per-node 8 -m jostle run runs/f ...", "chains on 8 GPUs"),
     )
 )
 def run(
@@ -249,13 +255,16 @@ def run(
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
     The same command, given again, goes on where it was interrupted.
     """
-    from jostle import requests
+    given = {name: value for name, value in locals().items() if name not in ("out", "config", "preset")}
+    from jostle import ranks, requests
 
-    given = {name: value for name, value in locals().items() if name not in ("out", "config", "preset", "requests")}
+    ranks.join()
     request = requests.resolve(
         {name: value for name, value in given.items() if value is not None}, config=config, preset=preset
     )
-    finished = requests.carry_out(request, out, say=_say)
+    finished = requests.carry_out(request, out, say=_say if ranks.leads() else lambda message: None)
+    if not ranks.leads():
+        return
     from rich.console import Console
 
     from jostle.terminal import print_summary

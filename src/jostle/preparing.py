@@ -95,6 +95,11 @@ class Prepared:
     together: Dynamics | None
     at_once: int
 
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """Examples in one forward pass of an observation, by set."""
+        return {name: observer.batch_size for name, observer in self.observers.items()}
+
     def control(self, center_gradient: Tensor) -> None:
         """Give the gradient at w* to those that use it as a control variate."""
         for dynamics in (self.alone, self.together):
@@ -110,6 +115,7 @@ def prepare(
     *,
     batch_sizes: Mapping[str, int | None],
     chains_at_once: int | None,
+    most_at_once: int,
 ) -> Prepared:
     """Evaluate everything at w*, refuse what cannot be sampled, and see which ways there are of running chains.
 
@@ -120,6 +126,7 @@ def prepare(
         data: what it is evaluated on.
         batch_sizes: examples in one forward pass of an observation, by set; None chooses.
         chains_at_once: how many chains are to run side by side; None chooses.
+        most_at_once: how many may, at most.
     """
     loss, driving_loss = functions.loss, functions.driving_loss
     drives_otherwise = functions.potential_loss is not None or data.drawn_from_others
@@ -153,7 +160,7 @@ def prepare(
         )
 
     alone, together = dynamics_of(in_place), None
-    at_once = _most_at_once(config, in_place, observers, chains_at_once)
+    at_once = min(most_at_once, _most_at_once(config, in_place, observers, chains_at_once))
     if at_once > 1:
         reason = side_by_side_failure(
             in_place,

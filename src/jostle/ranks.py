@@ -1,0 +1,201 @@
+"""Many processes, one run: which chains are whose, and the little that ranks have to tell each other.
+
+Chains never need each other, so nothing but a few lines of JSON passes between ranks, through the key-value store that
+`torch.distributed` meets at: rank 0 decides and the others follow (`Ranks.share`), and what each has to say comes
+together there (`Ranks.gather`). Waiting for a slow rank has no limit. A dead one is known by its silence: every rank
+gives a sign of life every few seconds, and listens to the next one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from jostle.errors import RankLostError
+
+BEAT_SECONDS = 2.0
+"""How often a rank gives a sign of life."""
+
+SILENCE_SECONDS = 60.0
+"""After so long without one, a rank is taken for dead."""
+
+ARRIVAL_SECONDS = 600.0
+"""How long the ranks wait for one that has not given any: it may still be loading its model."""
+
+POLL_SECONDS = 0.02
+
+Value = TypeVar("Value")
+_runs = itertools.count()
+
+
+def join() -> None:
+    """Meet the other processes where torchrun, or whoever sets the same variables, started more than one."""
+    given = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if dist.is_initialized() or not given or int(os.environ["WORLD_SIZE"]) == 1:
+        return
+    if torch.cuda.is_available():
+        # A scheduler may show each process a single GPU, which is then number 0 to all of them.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS))
+    if dist.get_rank():
+        logging.getLogger("jostle").setLevel(logging.ERROR)
+
+
+def leads() -> bool:
+    """Whether this process is the one that talks: rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def speaks() -> str | None:
+    """How to begin the message that a failed run ends with; None where another rank has given one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    own = str(dist.get_rank())
+    with contextlib.suppress(dist.DistError):  # without the store, better twice than not at all
+        if distributed_c10d._get_default_store().compare_set("jostle/spoke", "", own).decode() != own:
+            return None
+    return f"rank {own}: "
+
+
+class Ranks:
+    """The processes that share a run; without torch.distributed, this one alone.
+
+    A context manager: on whatever error a rank leaves, the others learn of it and stop at a checkpoint.
+
+    Attributes:
+        rank: which of them this is.
+        count: how many there are.
+        interrupted: asked while waiting.
+    """
+
+    def __init__(self) -> None:
+        join()
+        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.interrupted: Callable[[], bool] = lambda: False
+        self._turn = itertools.count()
+        self._lost: str | None = None
+        self._leaving = threading.Event()
+        if self.count > 1:
+            self._store = dist.PrefixStore(f"jostle/{next(_runs)}", distributed_c10d._get_default_store())
+            self._signs = threading.Thread(target=self._give_signs, name="jostle-signs", daemon=True)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank was lost, so that the others should stop."""
+        return self._lost is not None
+
+    def chains(self, chains: int, at_once: int) -> list[int]:
+        """Return which of a run's chains are this rank's: whole groups of those that move side by side.
+
+        Which chains are side by side can change their last bits, and does not depend on the number of ranks here.
+        """
+        return [chain for chain in range(chains) if chain // at_once % self.count == self.rank]
+
+    def share(self, decide: Callable[[], Value]) -> Value:
+        """Return on every rank what rank 0 decides, which has to be plain data."""
+        if self.count == 1:
+            return decide()
+        key = f"shared/{next(self._turn)}"
+        if self.leads:
+            decided = decide()
+            self._store.set(key, json.dumps(decided))
+            return decided
+        return self._wait(key)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return, on rank 0, what every rank has; on the others nothing, and at once."""
+        if self.count == 1:
+            return [value]
+        turn = next(self._turn)
+        if self.leads:
+            return [value, *(self._wait(f"gathered/{turn}/{rank}") for rank in range(1, self.count))]
+        self._store.set(f"gathered/{turn}/{self.rank}", json.dumps(value))
+        return []
+
+    def __enter__(self) -> Self:
+        if self.count > 1:
+            self._signs.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.count == 1:
+            return
+        try:
+            if error is None:
+                self.share(lambda: None)  # rank 0 may host the store, and is the last to leave
+                self._leave()
+                self.gather(None)
+            elif not isinstance(error, RankLostError):
+                reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
+                self._report(self.rank, f"{reason} ({socket.gethostname()})")
+        except dist.DistError as gone:
+            if error is None:
+                raise self._store_gone() from gone
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._leaving.set()
+        self._signs.join()
+
+    def _wait(self, key: str) -> Any:
+        try:
+            while not self._store.check([key]):
+                if self.interrupted():
+                    raise KeyboardInterrupt
+                self.raise_if_lost()
+                time.sleep(POLL_SECONDS)
+            return json.loads(self._store.get(key))
+        except dist.DistError as error:
+            raise self._store_gone() from error
+
+    def raise_if_lost(self) -> None:
+        """Stop where another rank was lost."""
+        if self._lost is not None:
+            raise RankLostError(f"{self._lost}; the same command, on any number of ranks, goes on where it stood")
+
+    def _store_gone(self) -> RankLostError:
+        self._lost = self._lost or f"rank 0 of {self.count} or its machine is gone"
+        return RankLostError(f"{self._lost}; the same command, on any number of ranks, goes on where it stood")
+
+    def _report(self, rank: int, what: str) -> None:
+        """Tell everybody that a rank is lost; of several the first told is what they hear."""
+        self._lost = self._store.compare_set("lost", "", f"rank {rank} of {self.count} {what}").decode()
+
+    def _give_signs(self) -> None:
+        """Say every few seconds that this rank lives, and notice when the next one does not."""
+        following = (self.rank + 1) % self.count
+        heard, since, limit = b"", time.monotonic(), ARRIVAL_SECONDS
+        for beat in itertools.count():
+            try:
+                self._store.set(f"sign/{self.rank}", str(beat))
+                now = self._store.get(f"sign/{following}") if self._store.check([f"sign/{following}"]) else b""
+                if now != heard:
+                    heard, since, limit = now, time.monotonic(), SILENCE_SECONDS
+                elif time.monotonic() - since > limit:
+                    self._report(following, f"has given no sign of life for {limit:.0f} s")
+                if self._store.check(["lost"]):
+                    self._lost = self._store.get("lost").decode()
+            except dist.DistError:
+                self._store_gone()
+                return
+            if self._leaving.wait(BEAT_SECONDS):
+                return
