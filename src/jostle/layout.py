@@ -32,6 +32,9 @@ from jostle.weights import MovingWeights
 BEGUN = ".begun"
 """Marks a directory whose layout was begun and not finished."""
 
+VISIBLE_SECONDS = 60.0
+"""How long a network file system may take to show to one machine what another has written."""
+
 
 def place_for(out: str | Path | None) -> Path:
     """Where the run goes; refuses a place that cannot hold one before any work is done for it."""
@@ -171,6 +174,19 @@ def create_run(
     except Exception:
         _clear(directory)
         raise
+
+
+def await_run(directory: Path, rank: int) -> None:
+    """Wait until a run that rank 0 has laid out is seen here; refuse a place that other ranks do not see."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not (directory / "manifest.json").is_file():
+        if time.monotonic() > deadline:
+            raise InputError(
+                "out",
+                got=f"{directory}, where rank {rank} on {platform.node()} does not see what rank 0 has written",
+                expected="a directory on a file system that all ranks share",
+            )
+        time.sleep(0.1)
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from jostle.errors import RankLostError
 
@@ -49,7 +50,11 @@ def join() -> None:
     if torch.cuda.is_available():
         # A scheduler may show each process a single GPU, which is then number 0 to all of them.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=ARRIVAL_SECONDS))
+    patience = datetime.timedelta(seconds=ARRIVAL_SECONDS)
+    store, rank, count = next(rendezvous("env://", timeout=patience))
+    # torchrun may restart all ranks and keep the store, with the addresses of those that are gone.
+    attempt = distributed_c10d.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=count, timeout=patience)
     if dist.get_rank():
         logging.getLogger("jostle").setLevel(logging.ERROR)
 
@@ -59,13 +64,18 @@ def leads() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def _store(prefix: str) -> Any:
+    """Where ranks write down what is for each other."""
+    return distributed_c10d.PrefixStore(f"jostle/{prefix}", distributed_c10d._get_default_store())
+
+
 def speaks() -> str | None:
     """How to begin the message that a failed run ends with; None where another rank has given one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
     own = str(dist.get_rank())
     with contextlib.suppress(dist.DistError):  # without the store, better twice than not at all
-        if distributed_c10d._get_default_store().compare_set("jostle/spoke", "", own).decode() != own:
+        if _store("end").compare_set("spoke", "", own).decode() != own:
             return None
     return f"rank {own}: "
 
@@ -89,7 +99,7 @@ class Ranks:
         self._lost: str | None = None
         self._leaving = threading.Event()
         if self.count > 1:
-            self._store = dist.PrefixStore(f"jostle/{next(_runs)}", distributed_c10d._get_default_store())
+            self._store = _store(f"run/{next(_runs)}")
             self._signs = threading.Thread(target=self._give_signs, name="jostle-signs", daemon=True)
 
     @property
@@ -143,14 +153,25 @@ class Ranks:
                 self.share(lambda: None)  # rank 0 may host the store, and is the last to leave
                 self._leave()
                 self.gather(None)
-            elif not isinstance(error, RankLostError):
-                reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
-                self._report(self.rank, f"{reason} ({socket.gethostname()})")
+            else:
+                if not isinstance(error, RankLostError):
+                    reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
+                    self._report(self.rank, f"{reason} ({socket.gethostname()})")
+                self._await_hearing()
         except dist.DistError as gone:
             if error is None:
                 raise self._store_gone() from gone
         finally:
             self._leave()
+
+    def _await_hearing(self) -> None:
+        """Give the others the time to hear of a loss, where what they hear it through goes with this process."""
+        if not self.leads or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        others = [f"heard/{rank}" for rank in range(self.count) if rank != self.rank]
+        deadline = time.monotonic() + 3 * BEAT_SECONDS
+        while not self._store.check(others) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
     def _leave(self) -> None:
         self._leaving.set()
@@ -194,6 +215,7 @@ class Ranks:
                     self._report(following, f"has given no sign of life for {limit:.0f} s")
                 if self._store.check(["lost"]):
                     self._lost = self._store.get("lost").decode()
+                    self._store.set(f"heard/{self.rank}", "")
             except dist.DistError:
                 self._store_gone()
                 return

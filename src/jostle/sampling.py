@@ -34,7 +34,16 @@ from jostle.execution import Execution, choose
 from jostle.execution import prepare as make_ready
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
-from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, thin_of, write_manifest
+from jostle.layout import (
+    await_run,
+    create_run,
+    execution_of,
+    new_manifest,
+    open_run,
+    place_for,
+    thin_of,
+    write_manifest,
+)
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
@@ -266,6 +275,10 @@ def attribute(
                         )
                 manifest = ranks.share(lambda: manifest)
                 assert manifest is not None
+                await_run(directory, ranks.rank)
+                groups = -(-config.chains // execution.chains_at_once)
+                if ranks.leads and groups < ranks.count:
+                    log.warning("%d of %d ranks have no chain to run", ranks.count - groups, ranks.count)
                 try:
                     own = ranks.chains(config.chains, execution.chains_at_once)
                     with _bar(progress and ranks.leads, len(own) * config.steps[-1], prepared.observers) as report:
