@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import jostle
 from jostle.errors import JostleError
+from jostle.ranks import join
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["jostle.sampling", "jostle.cli", "jostle.requests", "zarr"])
@@ -54,6 +56,9 @@ def sample(out: Path, **changes: Any) -> jostle.Run:
         weights = next(model.parameters()).reshape(-1)[:2]
         return torch.where(weights[1] > limit, torch.nan, weights)
 
+    if "wrapped" in settings:
+        join()
+        model = settings.pop("wrapped")(model)
     if settings.pop("other_data_on_rank_one", False) and os.environ.get("RANK") == "1":
         train = (train[0] + 1, train[1])
     return jostle.attribute(
@@ -201,6 +206,17 @@ def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
     said = end(start(2, out, other_data_on_rank_one=True), out)
     assert re.match(r"InputError: train: got fingerprint \w+ on rank 1, expected \w+, as on rank 0", said[0] or "")
     assert (said[1] or "").startswith("RankLostError: rank 0 of 2 failed: train: got fingerprint")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "got"),
+    [(torch.nn.parallel.DistributedDataParallel, "one in DistributedDataParallel"), (fully_shard, "sharded weights")],
+)
+def test_a_model_that_mixes_the_ranks_gradients_is_refused(wrapped: Any, got: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for said in end(start(2, out, wrapped=wrapped), out):
+        assert (said or "").startswith(f"InputError: model: got {got}")
     assert not out.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,14 @@ def check_kinds(
     """Refuse what is not the kind of thing it should be, before it fails somewhere inside."""
     if not isinstance(model, nn.Module):
         raise InputError("model", got=f"a {type(model).__name__}", expected="an instance of torch.nn.Module, at w*")
+    # Both would take the mean of the gradients of different chains, or none at all, without a word.
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise InputError(
+            "model", got="one in DistributedDataParallel", expected="the model in it", fix="pass model.module"
+        )
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # a second to import, and loaded where it is used
+    if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in model.parameters()):
+        raise InputError("model", got="sharded weights (DTensor)", expected="a model that is whole on every rank")
     for name, function in (("loss", loss), ("potential_loss", potential_loss)):
         if function in FACTORIES:
             raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
