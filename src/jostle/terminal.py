@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jostle.calibration import Choice
 from jostle.scores import Entry, Ranking
 
 HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
@@ -48,6 +49,17 @@ def _value(entry: Entry, ranking: Ranking) -> str:
     value = -entry.score if ranking.normalized else entry.score
     shown = f"{value:+.3f}" if ranking.normalized else f"{value:+.3e}"
     return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
+
+
+def print_calibration(console: Console, choices: Sequence[Choice]) -> None:
+    """Print what was chosen for a run, and why."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("value", no_wrap=True, justify="right")
+    table.add_column("because")
+    for choice in choices:
+        table.add_row(choice.name, choice.value, Text(choice.reason))
+    console.print(table)
 
 
 LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
