@@ -106,11 +106,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Curvature:
-    """The ends of the spectrum of a Hessian: λmax with the size of its residual, and λmin."""
+    """λmax of a Hessian, and how far from an eigenvalue it may be."""
 
     largest: float
     residual: float
-    smallest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,6 @@ class Calibration:
             "rise": self.rise,
             "rise_standard_error": self.rise_error,
             "largest_curvature": self.curvature.largest,
-            "smallest_curvature": self.curvature.smallest,
             "largest_curvature_nearby": self.curvature_nearby,
             "pilot": self.pilot,
             "choices": [dataclasses.asdict(choice) for choice in self.choices],
@@ -198,12 +196,12 @@ class Probe:
 
 
 def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: int = 0) -> Curvature:
-    """λmax and λmin of the Hessian of the mean loss, by Lanczos iteration on Hessian-vector products.
+    """λmax of the Hessian of the mean loss, by Lanczos iteration on Hessian-vector products.
 
     A few power iterations first find how far apart gradients are to be taken: √(2·NUDGE/λ).
 
     Reference: Lanczos, *An iteration method for the solution of the eigenvalue problem*, 1950; without
-    reorthogonalization, which the ends of a spectrum do not need.
+    reorthogonalization, which the end of a spectrum does not need.
     """
     direction = _noise(probe.model, seed, 0)
     distance = 1e-3 * (weights.norm().item() or math.sqrt(len(weights)))
@@ -212,7 +210,7 @@ def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: 
         image = probe.hessian_times(weights, direction, distance)
         size = image.norm().item()
         if not size:
-            return Curvature(0.0, 0.0, 0.0)
+            return Curvature(0.0, 0.0)
         distance, direction = math.sqrt(2 * NUDGE / size), image
     direction, before, beta = direction / direction.norm(), torch.zeros_like(direction), 0.0
     alphas: list[float] = []
@@ -227,7 +225,7 @@ def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: 
         scale = max(abs(values[0]), abs(values[-1]))
         done = residual <= CURVATURE_TOLERANCE * largest or beta <= 1e-5 * scale
         if done or len(alphas) in (MOST_LANCZOS, len(weights)):
-            return Curvature(largest, residual, float(values[0]))
+            return Curvature(largest, residual)
         distance = math.sqrt(2 * NUDGE / scale)
         betas.append(beta)
         before, direction = direction, image / beta

@@ -79,7 +79,8 @@ def _from_config(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _sampler(request: dict[str, Any]) -> Sampler:
+def sampler_of(request: Mapping[str, Any]) -> Sampler:
+    """Return the update rule of a request."""
     chosen, step_size = request["sampler"], request["step_size"]
     if isinstance(chosen, dict):  # from a config file, with all its settings
         by_name = {rule.__name__: rule for rule in RULES}
@@ -101,10 +102,10 @@ def calibrated(
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
-    task = _task(request)
+    task = task_of(request)
     # Without its step the default costs what SGLD costs, and its covariance has no error of the step.
     named = "sampler" in given or isinstance(request["sampler"], dict)
-    sampler = _sampler(request if named else request | {"sampler": "leimkuhler-matthews"})
+    sampler = sampler_of(request if named else request | {"sampler": "leimkuhler-matthews"})
     options = {name: task.options[name] for name in ("potential_loss", "collate") if name in task.options}
     sampling_data = task.options.get("sampling_data", task.sampling_data)
     chosen = calibrate(
@@ -141,7 +142,7 @@ def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return a request as the config.yaml of its run would have it."""
     config = Config(
         posterior=_posterior(request, task),
-        sampler=_sampler(request),
+        sampler=sampler_of(request),
         loss=describe(task.loss),
         potential_loss=describe(task.options.get("potential_loss", task.loss)),
         observables=tuple(task.options.get("observables", ())),
@@ -149,13 +150,13 @@ def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in ("control_variates", "precision") if name in request},
     )
-    return config.to_dict() | {"source": _source(request)}
+    return config.to_dict() | {"source": source_of(request)}
 
 
 def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None], task: Task | None = None) -> Run:
     """Load what the request names, if it is not loaded yet, say what will move, and sample."""
-    sampler = _sampler(request)
-    task = task or _task(request)
+    sampler = sampler_of(request)
+    task = task or task_of(request)
     posterior = _posterior(request, task)
     moving = MovingWeights(task.model, posterior.weights)
     shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
@@ -170,7 +171,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None],
         posterior=posterior,
         sampler=sampler,
         out=out,
-        source=_source(request),
+        source=source_of(request),
         examples=task.examples,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in ("control_variates", "precision", "compile") if name in request},
@@ -187,11 +188,13 @@ def _posterior(request: dict[str, Any], task: Task) -> Posterior:
     )
 
 
-def _source(request: dict[str, Any]) -> dict[str, Any]:
+def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the model and the data of a request come from, as full paths."""
     return {name: _absolute(request[name]) for name in SOURCES if name in request}
 
 
-def _task(request: dict[str, Any]) -> Task:
+def task_of(request: Mapping[str, Any]) -> Task:
+    """Load the model and the data that a request names."""
     if "task" in request:
         return from_file(request["task"], request.get("device"))
     return language_model(
