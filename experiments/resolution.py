@@ -1,6 +1,7 @@
 """At which resolution should influence be read, and how much should the losses count?
 
-    python -m experiments.resolution [--only mlp,cnn] [--figure docs/images/resolution.png]
+    python -m experiments.resolution [--only mlp,cnn]      samples what the record lacks
+    python -m experiments.resolution --only "" --figure docs/images/resolution.png
 
 For small models that are trained here, from nothing or by fine-tuning: a bank of retrainings on random halves of the
 training set, and the linear datamodeling score (LDS; Spearman over subsets for each query, then the mean over queries)
@@ -271,10 +272,11 @@ def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray) -> dict[str
 
 
 def settings_of(name: str) -> list[tuple[float, float]]:
-    """Long steps of κ cost long chains: the larger models have a smaller grid."""
+    """What tells most comes first; the larger κ, the longer the chains."""
     rises = RISES if name == "mlp" else RISES[1:]
-    kappas = {"mlp": KAPPAS, "words": KAPPAS[:3], "characters": KAPPAS[:3]}.get(name, (0.0, 1.0, 10.0))
-    return [(rise, kappa) for kappa in kappas for rise in rises]
+    kappas = KAPPAS if name == "mlp" else (0.0, 1.0, 10.0)
+    cells = [(rise, kappa) for rise in rises for kappa in kappas]
+    return sorted(cells, key=lambda cell: (abs(math.log(cell[0] / 0.3)), -cell[1]))
 
 
 def measure(name: str, record: dict[str, Any], seeds: int, save: Callable[[], None]) -> None:
@@ -322,17 +324,65 @@ def measure(name: str, record: dict[str, Any], seeds: int, save: Callable[[], No
             print(name, json.dumps(cell), flush=True)
 
 
+def draw(record: dict[str, Any], path: Path) -> None:
+    """LDS against the rise, a line for each κ."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in PROBLEMS if name in record and record[name]["cells"]]
+    figure = Figure(figsize=(3.4 * len(names), 6.2), layout="constrained")
+    panels = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="col")
+    colours = {0.0: "black", 1.0: "#E69F00", 3.0: "#009E73", 10.0: "#0072B2"}
+    for column, name in enumerate(names):
+        for row, (kind, baseline) in enumerate(
+            (("correlation", "gradient cosine"), ("covariance", "gradient similarity"))
+        ):
+            axes = panels[row][column]
+            for kappa, colour in colours.items():
+                cells = [cell for cell in record[name]["cells"] if cell["kappa"] == kappa and kind in cell]
+                cells.sort(key=lambda cell: cell["rise"])
+                if cells:
+                    label = "κ = 0: no gradient" if kappa == 0 else f"κ = {kappa:g}"
+                    values = [cell[kind]["lds"] for cell in cells]
+                    errors = [cell[kind]["standard_error"] for cell in cells]
+                    axes.errorbar(
+                        [cell["rise"] for cell in cells], values, errors, color=colour, label=label, marker="o",
+                        markersize=4, linewidth=1.5, elinewidth=0.8, linestyle="--" if kappa == 0 else "-",
+                    )  # fmt: skip
+            axes.axhline(
+                record[name][baseline]["lds"], color="0.5", linestyle=":", label="gradients (cosine; dot product)"
+            )
+            axes.set_xscale("log")
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+            if row == 0:
+                axes.set_title(f"{name}\n{record[name]['weights']:,} weights", fontsize=11)
+            else:
+                axes.set_xlabel("rise of the mean loss\nwithout a gradient (nats)")
+            if column == 0:
+                axes.set_ylabel(f"LDS, {kind}")
+    labelled = {
+        label: line for axes in panels[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(labelled), frameon=False, fontsize=10
+    )
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="LDS against the rise of the mean loss and κ, on small models.")
     parser.add_argument("--only", default=",".join(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=1, help="of the sampler")
     parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--figure", type=Path, help="draw what the record has")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = json.loads(arguments.record.read_text()) if arguments.record.exists() else {}
     record.pop("environment", None)
-    for name in arguments.only.split(","):
+    for name in filter(None, arguments.only.split(",")):
         measure(name, record, arguments.seeds, lambda: write_record(arguments.record, record))
+    if arguments.figure:
+        draw(record, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_sweep_is_resumed_widened_and_judged(task: list[str], tmp_path: Path) 
 
 
 def test_side_by_side_the_numbers_are_the_same(task: list[str], tmp_path: Path) -> None:
-    grid = ["--n-beta", "0,10", "--localization", "100", "--step-size", "1e-2", "--burn-in", "0,4"]
+    grid = ["--n-beta", "10", "--localization", "100", "--step-size", "1e-2", "--burn-in", "0,4"]
     for name, jobs in (("one", 1), ("two", 2)):
         result = jostle_command("sweep", tmp_path / name, *task, *grid, "--jobs", jobs)
         assert result.exit_code == 0, result.stderr

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,14 @@ from jostle.samplers import (
     RMSpropSGLD,
     Sampler,
 )
+from jostle.samplers.protocol import require_positive
 from jostle.sampling import attribute
 from jostle.weights import MovingWeights, WeightSelection
 
-RISE = 0.1
+RISE = 0.3
 """Of the mean loss over w*, in nats; docs/calibration.md has the evidence."""
 
-KAPPA = 1.0
+KAPPA = 10.0
 """κ = nβ·λmax/γ; docs/calibration.md has the evidence."""
 
 PROBED_EXAMPLES = 256
@@ -154,10 +156,15 @@ class Probe:
     """The mean loss over a part of the data, and its gradient, as functions of the moving weights."""
 
     def __init__(self, model: FunctionalModel, loss: Loss, data: Data, batch_size: int, most: int) -> None:
-        chosen = np.asarray(data.spread(most))[: most if most > 1 else None]
+        chosen = np.asarray(data.spread(most))
         self.model, self.examples = model, len(chosen)
         self._loss, self._data = loss, data
         self._batches = np.array_split(chosen, math.ceil(len(chosen) / batch_size))
+
+    @cached_property
+    def at_center(self) -> float:
+        """L̄(w*)."""
+        return self.mean_loss(self.model.moving.center)
 
     @torch.no_grad()
     def mean_loss(self, weights: Float[Tensor, " weight"]) -> float:
@@ -242,12 +249,12 @@ def _noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " we
 
 def measured_rises(probe: Probe, localization: float, *, seed: int = 0, count: int = PERTURBATIONS[0]) -> np.ndarray:
     """L̄(w* + ξ/√γ) − L̄(w*), each the mean over ξ and −ξ, so that nothing of the gradient at w* is in it."""
-    center, at_center = probe.model.moving.center, probe.mean_loss(probe.model.moving.center)
+    center = probe.model.moving.center
     rises = []
     for number in range(count):
         jolt = _noise(probe.model, seed, number + 1) / math.sqrt(localization)
         both = [probe.mean_loss(center + sign * jolt) for sign in (1, -1)]
-        rises.append(sum(both) / 2 - at_center)
+        rises.append(sum(both) / 2 - probe.at_center)
     return np.array(rises)
 
 
@@ -386,10 +393,11 @@ def calibrate(
     Raises:
         InputError: something passed cannot be used, or no setting was found that is stable.
     """
-    for name, value, least in (("rise", rise, 0), ("kappa", kappa, -1)):
-        if not (isinstance(value, numbers.Real) and least < float(value) < math.inf and value >= 0):
-            expected = "a positive number of nats" if name == "rise" else "a finite number that is not negative"
-            raise InputError(name, got=repr(value), expected=expected)
+    require_positive("rise", rise)
+    if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
+        raise InputError("kappa", got=repr(kappa), expected="a finite number that is not negative")
+    if localization is not None:
+        require_positive("localization", localization)
     require_whole("batch_size", batch_size, at_least=1)
     loss = loss or classification_loss()
     sampler = sampler or LeimkuhlerMatthews(step_size=1.0)
@@ -406,12 +414,13 @@ def calibrate(
         name, source = ("train", train) if sampling_data is None else ("sampling_data", sampling_data)
         data = Data(source, name, collate=collate, device=device)
         probe = Probe(in_place, potential_loss or loss, data, batch_size, PROBED_EXAMPLES)
-        at_center = probe.mean_loss(moving.center)
-        if not math.isfinite(at_center):
-            raise InputError(f"loss at w* on {name}", got=at_center, expected="finite losses at the checkpoint itself")
+        if not math.isfinite(probe.at_center):
+            raise InputError(
+                f"loss at w* on {name}", got=probe.at_center, expected="finite losses at the checkpoint itself"
+            )
         if localization is None:
             localization, rises = localization_for(probe, rise, seed=seed)
-            reason = f"Gaussian perturbations of this precision raise the mean loss of {at_center:.3g} by"
+            reason = f"Gaussian perturbations of this precision raise the mean loss of {probe.at_center:.3g} by"
         else:
             rises, reason = (
                 measured_rises(probe, localization, seed=seed, count=PERTURBATIONS[1]),
@@ -534,6 +543,7 @@ def _pilot(
         data = Data(source, name, collate=collate, device=device)
         sets.append([data.sample(index) for index in data.spread(PILOT_EXAMPLES)])
     burn_in, thin = _lengths(sampler, posterior.localization)
+    thin = math.ceil(thin / 4)  # what is not stable shows before the chain has forgotten anything often
     if settings["sampling_data"] is None:
         settings["sampling_data"] = train
     started = time.perf_counter()

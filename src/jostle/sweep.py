@@ -261,7 +261,8 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
             lost = f"{cell.failed_chains} failed"
             axes.text(0.97, 0.94, lost, ha="right", va="top", fontsize=8, color="black", transform=axes.transAxes)
         axes.tick_params(labelsize=7, length=2)
-        axes.locator_params(axis="y", nbins=4)
+        if axes.get_yscale() == "linear":
+            axes.locator_params(axis="y", nbins=4)
         if row == len(rows) - 1:
             axes.set_xlabel(f"draw\nn_beta {columns[column]:g}", fontsize=10)
         if column == 0:
