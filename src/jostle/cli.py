@@ -5,7 +5,9 @@ A command imports what it needs when it runs, so that ``jostle --help`` does not
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -83,6 +85,29 @@ def _examples(*commands: tuple[str, str]) -> str:
     width = max(len(command) for command, _ in commands)
     lines = [f"  [bold cyan]{command:{width}}[/]  [dim]{meaning}[/]" for command, meaning in commands]
     return "\n".join(["[bold]Examples[/]", *lines])
+
+
+def _with_flags_of(other: Callable[..., Any], *, without: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """Let a command take the flags of another one as well; they arrive as its ``**flags``."""
+
+    def decorate(command: Any) -> Any:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        theirs = inspect.signature(other, eval_str=True).parameters
+        parameters = own | {name: theirs[name] for name in theirs if name not in own and name not in without}
+        ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+        command.__signature__ = inspect.Signature(ordered)
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        return command
+
+    return decorate
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 app = typer.Typer(
@@ -163,6 +188,8 @@ def demo(
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 _Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 _Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
+_RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
+_KAPPA = "With --auto: curvature of the losses over localization; 0 is the control without a gradient."
 _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 
@@ -173,6 +200,7 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
+        ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
     )
 )
 def run(
@@ -188,6 +216,11 @@ def run(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="Hyperparameters of the paper's experiments.")
     ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose what is not given from measurements (see jostle calibrate).")
+    ] = False,
+    rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE)] = None,
+    kappa: Annotated[float | None, typer.Option(metavar="κ", help=_KAPPA)] = None,
     weights: Annotated[
         str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
     ] = None,
@@ -249,13 +282,18 @@ def run(
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
     The same command, given again, goes on where it was interrupted.
     """
+    given = _given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import requests
 
-    given = {name: value for name, value in locals().items() if name not in ("out", "config", "preset", "requests")}
-    request = requests.resolve(
-        {name: value for name, value in given.items() if value is not None}, config=config, preset=preset
-    )
-    finished = requests.carry_out(request, out, say=_say)
+    if not auto and (rise is not None or kappa is not None):
+        raise InputError("rise" if rise is not None else "kappa", got="no --auto", expected="--auto, which it is for")
+    # A run that was begun goes on with what was chosen then.
+    begun = auto and (out / "manifest.json").is_file()
+    request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
+    loaded = None
+    if auto and not begun:
+        request, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+    finished = requests.carry_out(request, out, say=_say, task=loaded)
     from rich.console import Console
 
     from jostle.terminal import print_summary
@@ -264,6 +302,122 @@ def run(
     if finished.stopped:
         _say(finished.stopped)
     _finish(finished)
+
+
+_NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa")
+
+
+@app.command(
+    epilog=_examples(
+        (
+            "jostle calibrate lm.yaml --model ./model --train t.jsonl --query q.jsonl",
+            "then jostle run ... --config lm.yaml",
+        ),
+        ("jostle calibrate mine.yaml --task my_file.py:build --rise 0.3", "farther from the checkpoint"),
+        ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
+    )
+)
+@_with_flags_of(run, without=("out", "auto"))
+def calibrate(
+    file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
+    rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE.removeprefix("With --auto: "))] = None,
+    kappa: Annotated[float | None, typer.Option(metavar="κ", help=_KAPPA.removeprefix("With --auto: "))] = None,
+    **flags: Any,
+) -> None:
+    """Choose hyperparameters from measurements, with a reason for each.
+
+    The localization from how far the mean loss is to rise, n_beta from the
+    largest curvature, a step size that is stable for both, and a short pilot.
+    Flags that are given are kept. [bold]jostle run OUT --config YAML[/] samples with the result.
+    """
+    import yaml
+    from rich.console import Console
+
+    from jostle import requests
+    from jostle.terminal import print_calibration
+
+    if file.suffix not in (".yaml", ".yml"):
+        raise InputError("YAML", got=str(file), expected="the name of a file ending in .yaml")
+    elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
+    given = _given(flags)
+    request = requests.resolve(given, **elsewhere)
+    request, chosen, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+    settings = requests.to_config(request, loaded) | {"calibration": chosen.to_dict()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    print_calibration(Console(highlight=False), chosen.choices)
+    typer.echo(f"{file}: jostle run OUT --config {file}")
+
+
+_Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or more values.")]
+
+
+@app.command(
+    epilog=_examples(
+        (
+            "jostle sweep sweeps/a --task my_file.py:build --n-beta 0,10,100 --localization 100,1000 --step-size 1e-4",
+            "six runs, and sweeps/a/sweep.png",
+        ),
+        ("jostle sweep sweeps/b ... --subsets subsets.npy --retrained losses.npy", "with the LDS in each cell"),
+    )
+)
+@_with_flags_of(run, without=("auto", "rise", "kappa"))
+def sweep(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where runs and figures go.", show_default=False)],
+    n_beta: _Values = None,
+    localization: _Values = None,
+    step_size: _Values = None,
+    burn_in: _Values = None,
+    subsets: Annotated[
+        Path | None, typer.Option(metavar="NPY", help="Retrainings × training examples: 1 where it was trained on.")
+    ] = None,
+    retrained: Annotated[
+        Path | None, typer.Option(metavar="NPY", help="Retrainings × queries: the losses of the retrained models.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Cells sampled at the same time.")] = 1,
+    **flags: Any,
+) -> None:
+    """Sample a grid of hyperparameters, and draw every cell's loss traces.
+
+    In each cell stands the agreement of the scores from halves of the draws or,
+    where retrained models are given, the linear datamodeling score (LDS).
+    The same command, given again, goes on; with more values, it adds cells.
+    """
+    from rich.console import Console
+
+    from jostle import plots, requests
+    from jostle.sweep import AGREEMENT, LDS, Truth, draw, rank
+    from jostle.sweep import sweep as carry_out
+    from jostle.terminal import print_sweep
+
+    if (subsets is None) != (retrained is None):
+        raise InputError("subsets", got="one of --subsets and --retrained", expected="both of them, or neither")
+    plots.check("sweep.png")
+    texts = {"n_beta": n_beta, "localization": localization, "step_size": step_size, "burn_in": burn_in}
+    axes = {name: _numbers(name, text) for name, text in texts.items() if text is not None}
+    truth = Truth.read(subsets, retrained) if subsets is not None and retrained is not None else None
+    elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
+    request = requests.resolve(_given(flags), **elsewhere)
+    cells = carry_out(request, axes, out, truth=truth, jobs=jobs, say=_say)
+    of = LDS if truth is not None else AGREEMENT
+    pictures = draw(cells, out, of=of)
+    best_first = sorted(cells, key=lambda cell: rank(cell, of), reverse=True)
+    print_sweep(Console(highlight=False), [cell.to_dict() for cell in best_first], of)
+    for picture in pictures:
+        typer.echo(str(picture))
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    """Several values of a flag, separated by commas."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(name, got=repr(text), expected="numbers separated by commas") from error
+    if name == "burn_in":
+        if any(value != int(value) for value in values):
+            raise InputError(name, got=repr(text), expected="whole numbers separated by commas")
+        return [int(value) for value in values]
+    return values
 
 
 @app.command(

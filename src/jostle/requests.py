@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from jostle.calibration import KAPPA, RISE, Calibration, calibrate
+from jostle.config import Config, describe
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, PRESETS
@@ -102,7 +104,8 @@ def _from_config(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _sampler(request: dict[str, Any]) -> Sampler:
+def sampler_of(request: Mapping[str, Any]) -> Sampler:
+    """Return the update rule of a request."""
     chosen, step_size = request["sampler"], request["step_size"]
     if isinstance(chosen, dict):  # from a config file, with all its settings
         by_name = {rule.__name__: rule for rule in RULES}
@@ -115,7 +118,7 @@ def _sampler(request: dict[str, Any]) -> Sampler:
     return _with_friction(Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size), request)
 
 
-def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
+def _with_friction(sampler: Sampler, request: Mapping[str, Any]) -> Sampler:
     if "friction" not in request:
         return sampler
     if not isinstance(sampler, BAOAB | SGNHT):
@@ -127,21 +130,76 @@ def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
     return replace(sampler, friction=request["friction"])
 
 
-def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
-    """Load what the request names, say what will move, and sample."""
-    sampler = _sampler(request)
-    task = _task(request)
-    posterior = Posterior(
-        n_beta=request["n_beta"],
-        localization=request["localization"],
-        prior_precision=request.get("prior_precision", 0.0),
+def calibrated(
+    request: dict[str, Any],
+    given: Mapping[str, Any],
+    *,
+    rise: float | None = None,
+    kappa: float | None = None,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], Calibration, Task]:
+    """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
+    task = task_of(request)
+    # Without its step the default costs what SGLD costs, and its covariance has no error of the step.
+    named = "sampler" in given or isinstance(request["sampler"], dict)
+    sampler = sampler_of(request if named else request | {"sampler": "leimkuhler-matthews"})
+    options = {name: task.options[name] for name in ("potential_loss", "collate") if name in task.options}
+    sampling_data = task.options.get("sampling_data", task.sampling_data)
+    chosen = calibrate(
+        task.model,
+        task.train,
+        task.query,
+        loss=task.loss,
+        sampling_data=sampling_data,
         weights=request.get("weights", task.default_weights),
+        sampler=sampler,
+        rise=RISE if rise is None else rise,
+        kappa=KAPPA if kappa is None else kappa,
+        **{name: given[name] for name in ("localization", "n_beta", "step_size") if name in given},
+        **{name: request[name] for name in ("batch_size", "seed")},
+        **{name: request[name] for name in ("control_variates", "precision") if name in request},
+        **options,
+        say=say,
     )
+    settings: dict[str, Any] = {
+        "n_beta": chosen.posterior.n_beta,
+        "localization": chosen.posterior.localization,
+        "weights": chosen.posterior.weights,
+        "prior_precision": 0.0,
+        "burn_in": chosen.burn_in,
+        "thin": chosen.thin,
+        "sampler": {"name": type(chosen.sampler).__name__, **vars(chosen.sampler)},
+        "step_size": getattr(chosen.sampler, "step_size", None),
+    }
+    # The pilot has measured what --thin auto would measure again.
+    kept = {name: request[name] for name in ("burn_in", "thin") if name in given and request[name] != "auto"}
+    return request | settings | kept, chosen, task
+
+
+def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Return a request as the config.yaml of its run would have it."""
+    config = Config(
+        posterior=_posterior(request, task),
+        sampler=sampler_of(request),
+        loss=describe(task.loss),
+        potential_loss=describe(task.options.get("potential_loss", task.loss)),
+        observables=tuple(task.options.get("observables", ())),
+        keep="traces",
+        **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
+        **{name: request[name] for name in LATER if name in request},
+    )
+    return config.to_dict() | {"source": source_of(request)}
+
+
+def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None], task: Task | None = None) -> Run:
+    """Load what the request names, if it is not loaded yet, say what will move, and sample."""
+    sampler = sampler_of(request)
+    task = task or task_of(request)
+    posterior = _posterior(request, task)
     moving = MovingWeights(task.model, posterior.weights)
     shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
     say(f"{moving.total:,} weights of {len(moving.names)} parameters move ({posterior.weights}): {shown}")
     del moving
-    source = {name: _absolute(request[name]) for name in SOURCES if name in request}
     options = {"sampling_data": task.sampling_data, **task.options}
     run = attribute(
         task.model,
@@ -151,7 +209,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         posterior=posterior,
         sampler=sampler,
         out=out,
-        source=source,
+        source=source_of(request),
         examples=task.examples,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in (*LATER, "compile") if name in request},
@@ -162,7 +220,22 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
     return run
 
 
-def _task(request: dict[str, Any]) -> Task:
+def _posterior(request: dict[str, Any], task: Task) -> Posterior:
+    return Posterior(
+        n_beta=request["n_beta"],
+        localization=request["localization"],
+        prior_precision=request.get("prior_precision", 0.0),
+        weights=request.get("weights", task.default_weights),
+    )
+
+
+def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the model and the data of a request come from, as full paths."""
+    return {name: _absolute(request[name]) for name in SOURCES if name in request}
+
+
+def task_of(request: Mapping[str, Any]) -> Task:
+    """Load the model and the data that a request names."""
     if "task" in request:
         return from_file(request["task"], request.get("device"))
     return language_model(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jostle.calibration import Choice
 from jostle.scores import Entry, Ranking
 
 HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
@@ -48,6 +49,33 @@ def _value(entry: Entry, ranking: Ranking) -> str:
     value = -entry.score if ranking.normalized else entry.score
     shown = f"{value:+.3f}" if ranking.normalized else f"{value:+.3e}"
     return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
+
+
+def print_calibration(console: Console, choices: Sequence[Choice]) -> None:
+    """Print what was chosen for a run, and why."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("value", no_wrap=True, justify="right")
+    table.add_column("because")
+    for choice in choices:
+        table.add_row(choice.name, choice.value, Text(choice.reason))
+    console.print(table)
+
+
+def print_sweep(console: Console, cells: Sequence[Mapping[str, Any]], of: str) -> None:
+    """Print the cells of a sweep, with what went wrong where there are no scores."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("n_beta", "localization", "step_size", "burn_in", of, "rise", "ESS"):
+        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
+    for cell in cells:
+        numbers = [f"{value:g}" for value in cell["settings"].values()]
+        for name, form in (("value", ".3f"), ("rise", "+.3g"), ("effective_draws", ".0f")):
+            numbers.append("" if cell[name] is None else format(cell[name], form))
+        remark = (cell["fault"] or cell["verdict"]).removeprefix("refused: ")
+        lost = f"; {cell['failed_chains']} chains failed" if cell["failed_chains"] and cell["value"] is not None else ""
+        table.add_row(*numbers, Text(excerpt({"text": remark}, 40) + lost))
+    console.print(table)
 
 
 LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
