@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jostle._version import __version__
 
 if TYPE_CHECKING:
-    from jostle import attributors, losses
+    from jostle import attributors, evaluate, losses
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
     from jostle.run import Run, load
@@ -42,6 +42,7 @@ _HOMES = {
     "Scores": "jostle.scores",
     "attribute": "jostle.sampling",
     "attributors": "jostle.attributors",
+    "evaluate": "jostle.evaluate",
     "load": "jostle.run",
     "losses": "jostle.losses",
 }
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "attribute",
     "attributors",
+    "evaluate",
     "load",
     "losses",
 ]
