@@ -33,6 +33,7 @@ from jostle.evaluate import (
 )
 from jostle.evaluate.metrics import midranks
 from jostle.scores import Scores
+from test_commands import jostle_command
 
 TRAIN, QUERIES = 60, 25
 
@@ -436,3 +437,82 @@ def fit(indices, seed):
         optimizer.step()
     return model
 """
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bank, a run and a file of scores of the same model and data."""
+    path = tmp_path_factory.mktemp("evaluate")
+    retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 40), out=path / "bank", seeds=2)
+    model = fit(np.arange(40), 0)
+    exact_influence(model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2)).save(
+        path / "exact.safetensors"
+    )
+    jostle.attribute(
+        model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2), sampler=jostle.SGLD(step_size=0.02),
+        chains=4, draws=200, burn_in=100, thin=10, progress=False, out=path / "run",
+    )  # fmt: skip
+    return path
+
+
+def test_the_command_prints_methods_and_controls(place: Path) -> None:
+    wrong = np.arange(40) < 5
+    np.save(place / "wrong.npy", wrong)
+    result = jostle_command(
+        "evaluate", place / "bank", place / "run", f"mine={place / 'exact.safetensors'}", "--figure", place / "lds.png",
+        "--mislabelled", place / "wrong.npy", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    rows = {row["method"]: row for row in found["methods"]}
+    assert list(rows) == ["BIF covariance", "BIF correlation", "mine", "random", "query difficulty", "subset size"]
+    # Regularized logistic regression: exact influence and the BIF predict retraining on halves well.
+    assert rows["mine"]["per_query"]["value"] > 0.85
+    assert rows["BIF covariance"]["per_query"]["value"] > 0.75
+    for name in ("random", "query difficulty", "subset size"):
+        low, high = rows[name]["per_query"]["interval"]
+        assert rows[name]["control"]
+        assert low < 0 < high
+    assert rows["query difficulty"]["per_subset"]["value"] > 0.7
+    bank, exact = Bank(place / "bank"), Scores.load(place / "exact.safetensors")
+    assert rows["mine"]["per_subset"]["value"] == pytest.approx(lds(bank, exact, per="subset").value)
+    expected = mislabel_detection(self_influence(jostle.load(place / "run")), wrong).auroc.value
+    assert rows["BIF covariance"]["mislabels"]["value"] == pytest.approx(expected)
+    assert found["repeatability"] > 0.99  # a convex problem has one solution
+    assert (place / "lds.png").read_bytes()[:4] == b"\x89PNG"
+    printed = jostle_command("evaluate", place / "bank", place / "run", "--no-controls")
+    assert f"{rows['BIF covariance']['per_query']['value']:.3f} ± " in printed.stdout
+    assert "80 retrainings of 40 of 40 subsets, up to 2 seeds each" in printed.stdout
+    assert "random" not in printed.stdout
+
+
+def test_the_command_on_removals(place: Path) -> None:
+    exact = Scores.load(place / "exact.safetensors")
+    subsets = removals({"exact": exact}, queries=[0, 1, 2], counts=[3, 9], random=2)
+    retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out=place / "removed", observables={"margin": margin})
+    result = jostle_command("evaluate", place / "removed", "--figure", place / "removal.png")
+    assert result.exit_code == 0, result.stderr
+    found = removal(Bank(place / "removed"))
+    assert f"{found.rise['exact'][1].value:.3f} ± " in result.stdout
+    assert "right answers turned wrong" in result.stdout
+    assert (place / "removal.png").stat().st_size > 5000
+    refused = jostle_command("evaluate", place / "removed", place / "run")
+    assert refused.exit_code == 2
+    assert "the bank was made from them" in refused.stderr
+
+
+def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "constant.npy", np.ones((40, 12)))
+    for arguments, words in (
+        ([place / "run"], "no readable bank.json"),
+        ([place / "bank", tmp_path / "nothing.csv"], "expected the directory of a run, or a file of scores"),
+        ([place / "bank", tmp_path / "constant.npy"], "the same score for every training example"),
+        ([place / "bank", "--figure", "a.txt"], "a name ending in .png, .svg, .pdf"),
+    ):
+        result = jostle_command("evaluate", *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert result.stderr.count("\n") == 1

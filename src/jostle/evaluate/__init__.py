@@ -12,6 +12,7 @@ from jostle.evaluate.metrics import (
     repeatability,
     self_influence,
 )
+from jostle.evaluate.report import Report, Row, compare
 from jostle.evaluate.subsets import Subsets, leave_one_out, random_subsets, removals
 
 __all__ = [
@@ -20,7 +21,10 @@ __all__ = [
     "Measure",
     "Measured",
     "Removal",
+    "Report",
+    "Row",
     "Subsets",
+    "compare",
     "lds",
     "leave_one_out",
     "leave_one_out_correlation",
