@@ -31,7 +31,6 @@ from jostle.evaluate import (
     retrain,
     self_influence,
 )
-from jostle.evaluate.metrics import midranks
 from jostle.scores import Scores
 from test_commands import jostle_command
 
@@ -137,15 +136,6 @@ def test_the_standard_error_is_that_of_repeated_experiments(
     assert lowest < guessed / spread < highest
     middle = np.mean([one.value for one in found])
     assert np.mean([one.interval[0] < middle < one.interval[1] for one in found]) > 0.85
-
-
-def test_midranks_are_scipys() -> None:
-    generator = np.random.default_rng(0)
-    values = generator.integers(0, 6, size=(5, 12)).astype(float)
-    weights = generator.integers(1, 4, size=12)
-    repeated = np.repeat(values, weights, axis=1)
-    expected = scipy.stats.rankdata(repeated, axis=1)[:, np.cumsum(weights) - 1]
-    np.testing.assert_array_equal(midranks(values, weights.astype(float)), expected)
 
 
 def test_repeatability(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import scipy.stats
 from jaxtyping import Bool, Float
 
 from jostle.errors import InputError
@@ -127,8 +128,8 @@ def repeatability(bank: Bank) -> float | None:
     rows = both[0] & both[1] if halves[1].shape[1] else np.zeros(len(losses), bool)
     if rows.sum() < 3:
         return None
-    first, second = (np.nanmean(half[rows], axis=1).T for half in halves)
-    return float(rank_correlations(first, second, np.ones(rows.sum())).mean())
+    first, second = (scipy.stats.rankdata(np.nanmean(half[rows], axis=1).T, axis=1) for half in halves)
+    return float(correlations(first, second, np.ones(rows.sum())).mean())
 
 
 def _lds(
@@ -142,72 +143,53 @@ def _lds(
     if per not in ("query", "subset"):
         raise InputError("per", got=repr(per), expected="'query' or 'subset'")
     done = np.isfinite(losses[:, :, 0])
-    if done.any(1).sum() < 3:
-        raise InputError("bank", got=f"{done.any(1).sum()} finished subsets", expected="at least 3 to correlate over")
-    predicted, losses, done = predicted[done.any(1)], losses[done.any(1)].astype(np.float64), done[done.any(1)]
-    losses = np.where(done[:, :, None], losses, 0)
+    finished = done.any(1)
+    if finished.sum() < 3:
+        raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
+    predicted, losses, done = predicted[finished], np.nan_to_num(losses[finished].astype(np.float64)), done[finished]
+    subsets, seeds, queries = losses.shape
     generator = np.random.default_rng(seed)
 
-    def statistic(subset_weights: np.ndarray, seed_weights: np.ndarray, query_weights: np.ndarray) -> tuple[Any, float]:
-        weights = done * seed_weights
-        kept = (subset_weights > 0) & (weights.sum(1) > 0)
-        mean = np.einsum("ksq,ks->kq", losses[kept], weights[kept] / weights[kept].sum(1, keepdims=True))
-        guess, over, rows = predicted[kept], subset_weights[kept], query_weights
-        if per == "query":
-            guess, mean = guess.T, mean.T
-        else:
-            over, rows = rows, over
-        chosen = rows > 0
-        columns = over > 0
-        each = rank_correlations(
-            guess[chosen][:, columns], mean[chosen][:, columns], over[columns], ranks=correlation == "spearman"
-        )
-        return each, float((each * rows[chosen]).sum() / rows[chosen].sum())
+    def ranked(values: Float[np.ndarray, "subset query"]) -> Float[np.ndarray, "row column"]:
+        """One correlation a row; Spearman's is Pearson's of ranks."""
+        rows = values.T if per == "query" else values
+        return scipy.stats.rankdata(rows, axis=1) if correlation == "spearman" else np.ascontiguousarray(rows)
+
+    def over_seeds(weights: Float[np.ndarray, "subset seed"]) -> Float[np.ndarray, "row column"]:
+        share = weights / np.maximum(weights.sum(1, keepdims=True), 1)
+        return ranked(np.einsum("ksq,ks->kq", losses, share))
 
     def resampled(count: int, size: int | None = None) -> np.ndarray:
         return generator.multinomial(count, np.full(count, 1 / count), size).astype(float)
 
-    subsets, seeds, queries = losses.shape
-    each, value = statistic(np.ones(subsets), np.ones(seeds), np.ones(queries))
-    # Seeds within each subset: one that all subsets share would move them all alike, and no ranks.
-    replicates = [
-        statistic(resampled(subsets), resampled(seeds, subsets), resampled(queries))[1] for _ in range(bootstrap)
-    ]
-    return Measured(value, float(np.std(replicates, ddof=1)) if bootstrap > 1 else float("nan"), each)
+    guessed, real = ranked(predicted), over_seeds(done.astype(float))
+    each = correlations(guessed, real, np.ones(guessed.shape[1]))
+    replicates = []
+    for _ in range(bootstrap):
+        of_subsets, of_queries = resampled(subsets), resampled(queries)
+        if seeds > 1:
+            # Within each subset: a seed that all subsets share would move them all alike, and no ranks.
+            weights = done * resampled(seeds, subsets)
+            real, of_subsets = over_seeds(weights), of_subsets * (weights.sum(1) > 0)
+        # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
+        columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
+        replicates.append((correlations(guessed, real, columns) * rows).sum() / rows.sum())
+    return Measured(float(each.mean()), _spread(replicates), each)
 
 
-def rank_correlations(
-    left: Float[np.ndarray, "row column"],
-    right: Float[np.ndarray, "row column"],
-    weights: Float[np.ndarray, " column"],
-    *,
-    ranks: bool = True,
+def correlations(
+    left: Float[np.ndarray, "row column"], right: Float[np.ndarray, "row column"], weights: Float[np.ndarray, " column"]
 ) -> Float[np.ndarray, " row"]:
-    """Spearman's correlation of each pair of rows, where column k counts ``weights[k]`` times; 0 for a constant row."""
-    pair = [midranks(one, weights) if ranks else one.astype(np.float64) for one in (left, right)]
+    """Pearson's correlation of each pair of rows, where column k counts ``weights[k]`` times; 0 for a constant row."""
     share = weights / weights.sum()
-    a, b = (one - (one @ share)[:, None] for one in pair)
+    a, b = (one - (one @ share)[:, None] for one in (left, right))
     variances = (a**2 @ share) * (b**2 @ share)
     defined = variances > 0
     return np.where(defined, (a * b) @ share / np.sqrt(np.where(defined, variances, 1)), 0.0)
 
 
-def midranks(
-    values: Float[np.ndarray, "row column"], weights: Float[np.ndarray, " column"]
-) -> Float[np.ndarray, "row column"]:
-    """Ranks within each row, the mean of its ranks for what is tied, where column k stands ``weights[k]`` times."""
-    order = np.argsort(values, axis=1, kind="stable")
-    ordered, counts = np.take_along_axis(values, order, 1), weights[order]
-    ends = np.cumsum(counts, axis=1)
-    begins = ends - counts
-    differs = ordered[:, 1:] != ordered[:, :-1]
-    edge = np.ones((len(values), 1), bool)
-    first, last = np.hstack([edge, differs]), np.hstack([differs, edge])
-    begins = np.maximum.accumulate(np.where(first, begins, -np.inf), axis=1)
-    ends = np.minimum.accumulate(np.where(last, ends, np.inf)[:, ::-1], axis=1)[:, ::-1]
-    ranks = np.empty_like(begins)
-    np.put_along_axis(ranks, order, (begins + ends + 1) / 2, 1)
-    return ranks
+def _spread(replicates: Sequence[float]) -> float:
+    return float(np.std(replicates, ddof=1)) if len(replicates) > 1 else float("nan")
 
 
 @dataclass(frozen=True)
@@ -254,24 +236,16 @@ def mislabel_detection(
         raise InputError("self_influence", got="values that are not finite", expected="finite ones")
     generator = np.random.default_rng(seed)
 
-    def auroc(weights: np.ndarray) -> float:
-        kept = weights > 0
-        counts, labels = weights[kept], wrong[kept]
-        ranks = midranks(suspicion[None, kept], counts)[0]
-        positive, negative = counts[labels].sum(), counts[~labels].sum()
-        above = (ranks * counts)[labels].sum() - positive * (positive + 1) / 2
-        return above / (positive * negative)
+    def auroc(bad: np.ndarray, good: np.ndarray) -> float:
+        above = scipy.stats.rankdata(np.concatenate([bad, good]))[: len(bad)].sum() - len(bad) * (len(bad) + 1) / 2
+        return float(above / (len(bad) * len(good)))
 
-    replicates = []
-    for _ in range(bootstrap):
-        weights = np.zeros(len(wrong))
-        for group in (wrong, ~wrong):  # within each, so that no replicate lacks one of them
-            weights[group] = generator.multinomial(group.sum(), np.full(group.sum(), 1 / group.sum()))
-        replicates.append(auroc(weights))
-    value = auroc(np.ones(len(wrong)))
+    groups = suspicion[wrong], suspicion[~wrong]
+    # Within each group, so that no replicate lacks one of them.
+    replicates = [auroc(*(generator.choice(group, len(group)) for group in groups)) for _ in range(bootstrap)]
     order = np.argsort(-suspicion, kind="stable")
     return Detection(
-        Measured(float(value), float(np.std(replicates, ddof=1)) if bootstrap > 1 else float("nan")),
+        Measured(auroc(*groups), _spread(replicates)),
         np.arange(len(wrong) + 1) / len(wrong),
         np.concatenate([[0.0], np.cumsum(wrong[order]) / wrong.sum()]),
     )
@@ -332,8 +306,7 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
             if not len(real):
                 raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
             means = [generator.choice(real, len(real)).mean() for _ in range(bootstrap)]
-            error = float(np.std(means, ddof=1)) if bootstrap > 1 else float("nan")
-            rise[method].append(Measured(float(real.mean()), error, rises))
+            rise[method].append(Measured(float(real.mean()), _spread(means), rises))
             if margins is None:
                 continue
             right = [query for query in queries if margins[0, query] > 0]

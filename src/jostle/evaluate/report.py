@@ -152,8 +152,8 @@ def compare(
         difficulty = np.nanmean(bank.values(), axis=(0, 1))
         blind = {
             "random": random_scores(train, query, seed=seed),
-            "query difficulty": query_difficulty(difficulty, train, seed=seed),
-            "subset size": subset_size(train, query, seed=seed),
+            "query difficulty": query_difficulty(difficulty, train, seed=seed + 1),
+            "subset size": subset_size(train, query, seed=seed + 2),
         }
         if texts is not None:
             blind["BM25"] = bm25(*texts)
