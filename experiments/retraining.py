@@ -332,7 +332,7 @@ def shown_methods(measured: Mapping[str, Any]) -> list[str]:
     """What a figure has room for: all but the dampings that were only tried."""
     first = next(iter(measured.values()))["methods"]
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
-    return [name for name in first if name not in tried and not name.startswith("EK-FAC, default damping, seed")]
+    return [name for name in first if name not in tried and ", seed" not in name and "sweep" not in name]
 
 
 def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
