@@ -58,7 +58,7 @@ class Regression:
 
     def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
         X, y = self.train[0][indices], self.train[1][indices]
-        model = nn.Linear(64, 10)
+        model = nn.Sequential(nn.Linear(64, 10))
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100, line_search_fn="strong_wolfe")
@@ -70,7 +70,7 @@ class Regression:
             value.backward()
             return value
 
-        optimizer.step(lambda: float(objective()))
+        optimizer.step(lambda: objective().item())
         return model
 
     def posterior(self) -> jostle.Posterior:

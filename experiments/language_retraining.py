@@ -6,9 +6,9 @@
 4,096 attribution and 256 evaluation sequences of 256 tokens, at most eight of an article and no article in both; 100
 subsets at alpha 0.5; one epoch of full-parameter AdamW from the pretrained model with a linear schedule, by one of two
 recipes: "paper" (learning rate 3e-5, batch 256, weight decay 0.01) or "strong" (3e-4, batch 32). The model that is
-analysed is fine-tuned on all 4,096 in the same way. Every method sees the same weights: the linear layers of the blocks.
-BIF correlation is the paper's implementation A, covariance its B. --sweep adds a grid of n_beta and localization, each
-with its mean loss beside its LDS. Called again it goes on where it stood.
+analysed is fine-tuned on all 4,096 in the same way. Every method sees the same weights, the linear layers of the
+blocks. BIF correlation is the paper's implementation A, covariance its B. --sweep adds a grid of n_beta and
+localization, each with its mean loss beside its LDS. Called again it goes on where it stood.
 """
 
 from __future__ import annotations

@@ -60,7 +60,11 @@ class Budget:
     def interrupting(self) -> Iterator[None]:
         """Ask a run that is being sampled to stop at a checkpoint when the time is over; it goes on the next time."""
         self.check()
-        before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # one that comes too late does no harm
+
+        def stop(number: int, frame: Any) -> None:
+            raise OutOfTimeError  # while a run is prepared; while it is sampled, it has a handler of its own
+
+        before = signal.signal(signal.SIGTERM, stop)
         timer = threading.Timer(self.seconds_left, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         try:
