@@ -343,6 +343,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     """LDS of every method against what the banks of a setting differ in; error bars over settings (seeds), or by
     bootstrap where there is one setting. Below it, seconds."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     settings = list(measured.values())
     banks = list(settings[0])
@@ -361,6 +362,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
         if not rows:
             continue
         colour = "#999999" if rows[0][1]["control"] else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
+        marker = "sv^D"[index % 4] if rows[0][1]["control"] else "o"
         style = styles[index // len(CHAIN_COLOURS) % len(styles)]
         places = sorted({place for place, _ in rows})
         for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
@@ -371,7 +373,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
                 for group, one in zip(values, alone, strict=True)
             ]
             panel.errorbar(
-                places, [np.mean(group) for group in values], yerr=errors, label=name, color=colour, marker="o",
+                places, [np.mean(group) for group in values], yerr=errors, label=name, color=colour, marker=marker,
                 linestyle=style, capsize=3, markersize=4,
             )  # fmt: skip
         seconds = [row["seconds"] for _, row in rows if "seconds" in row]
@@ -384,6 +386,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
         panel.grid(alpha=0.3)
     panels[2].set(xlabel="seconds, all included", title="time")
     panels[2].set_xscale("log")
+    panels[2].xaxis.set_minor_formatter(NullFormatter())
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

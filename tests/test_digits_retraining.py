@@ -12,24 +12,24 @@ from jostle.evaluate import compare
 
 pytest.importorskip("sklearn")
 
-# Half of what is missing to what was measured, rounded: (least LDS of BIF covariance, of exact influence).
-FLOORS = {Regression: (0.5, 0.6), Perceptron: (0.2, 0.15)}
+FLOORS = {
+    Regression: {"exact influence": 0.9, "BIF, covariance": 0.35, "BIF, correlation": 0.35, "GradSim": 0.35},
+    Perceptron: {"exact influence": 0.2, "BIF, covariance": 0.4, "BIF, correlation": 0.35, "GradSim": 0.25},
+}
+"""The least LDS per query: some three standard errors below what was measured at this size."""
 
 
 @pytest.mark.parametrize("kind", [Regression, Perceptron])
 def test_lds_on_digits(kind: Any, tmp_path: Path) -> None:
-    train, query = digits(train=300, queries=60)
+    train, query = digits(train=300, queries=40)
     task = kind(train)
-    bank = bank_of(task, train, query, tmp_path / "bank", 50)
+    bank = bank_of(task, train, query, tmp_path / "bank", 40)
     scores, _ = methods(task, train, query, draws=50, with_ekfac=False)
     rows = {row.method: row for row in compare(bank, scores, bootstrap=50).rows}
-    bif, exact = FLOORS[kind]
-    for name, row in rows.items():
-        print(name, row.per_query, row.per_subset)
-    assert rows["BIF, covariance"].per_query.value > bif
-    assert rows["exact influence"].per_query.value > exact
+    found = {name: round(row.per_query.value, 3) for name, row in rows.items()}
+    assert all(found[name] > floor for name, floor in FLOORS[kind].items()), found
     for name in ("random", "query difficulty", "subset size"):
         assert abs(rows[name].per_query.value) < 3 * rows[name].per_query.standard_error
-    assert rows["query difficulty"].per_subset.value > 0.5
-    # What the posterior adds to blind perturbations of the weights.
-    assert rows["BIF, covariance"].per_query.value > rows["BIF without gradients, covariance"].per_query.value
+    difficulty = rows["query difficulty"].per_subset
+    assert difficulty is not None
+    assert difficulty.value > 0.7  # on the paper's metric it is enough to know how hard a query is

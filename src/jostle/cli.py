@@ -390,10 +390,10 @@ def diagnose(
 
 @app.command(
     epilog=_examples(
-        ("jostle evaluate banks/a runs/a", "a run, as covariance and as correlation, beside the controls"),
-        ("jostle evaluate banks/a runs/a EK-FAC=ekfac.safetensors", "and what Scores.save wrote"),
+        ("jostle evaluate banks/a runs/a", "a run beside the controls"),
+        ("jostle evaluate banks/a runs/a EK-FAC=a.safetensors", "and saved scores"),
         ("jostle evaluate banks/a runs/a --figure lds.png", "with a picture"),
-        ("jostle evaluate banks/removed", "a bank of removals: their effect, and brittleness"),
+        ("jostle evaluate banks/removed", "removals, brittleness"),
     )
 )
 def evaluate(
