@@ -6,7 +6,7 @@ Logistic regression (650 weights) and an MLP (64-32-10, 2,410 weights) on 600 di
 random halves. Logistic regression is trained to its optimum, so one seed is enough; the MLP, 30 epochs of AdamW, is
 trained with two. BIF, gradient similarity, exact influence, EK-FAC at three dampings, TRAK with one and with five
 checkpoints, and the controls. The settings of the BIF were not chosen by these numbers: for the regression they are the
-posterior of the trained objective itself, for the MLP those of `jostle demo images`.
+posterior of the trained objective itself, for the MLP those of `jostle demo images`, found by the LDS on another split.
 """
 
 from __future__ import annotations
