@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jostle._version import __version__
 
 if TYPE_CHECKING:
-    from jostle import attributors, losses
+    from jostle import attributors, evaluate, losses
     from jostle.calibration import Calibration, calibrate
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
@@ -45,6 +45,7 @@ _HOMES = {
     "attribute": "jostle.sampling",
     "attributors": "jostle.attributors",
     "calibrate": "jostle.calibration",
+    "evaluate": "jostle.evaluate",
     "load": "jostle.run",
     "losses": "jostle.losses",
 }
@@ -68,6 +69,7 @@ __all__ = [
     "attribute",
     "attributors",
     "calibrate",
+    "evaluate",
     "load",
     "losses",
 ]

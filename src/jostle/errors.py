@@ -36,3 +36,7 @@ class SamplerWarning(JostleWarning):
 
 class EstimateWarning(JostleWarning):
     """A number was computed from too little to be trusted."""
+
+
+class RetrainingFailedWarning(JostleWarning):
+    """A model could not be trained again on some subset; the others were."""
