@@ -10,21 +10,9 @@ import pytest
 from scipy.stats import spearmanr
 
 import jostle
-from jostle.sweep import Truth, linear_datamodeling_score
+from jostle.evaluate import Bank, random_subsets
 from test_calibration import TASK
 from test_commands import jostle_command
-
-
-def test_lds_against_spearman_query_by_query() -> None:
-    generator = np.random.default_rng(0)
-    subsets, scores = generator.random((12, 20)) < 0.5, generator.normal(size=(20, 5))
-    losses = subsets @ scores + 2 * generator.normal(size=(12, 5))
-    expected = np.mean([spearmanr(subsets @ scores[:, j], losses[:, j]).statistic for j in range(5)])
-    assert linear_datamodeling_score(scores, Truth(subsets, losses)) == pytest.approx(expected, abs=1e-12)
-    assert linear_datamodeling_score(scores, Truth(subsets, subsets @ scores)) == pytest.approx(1)
-    assert linear_datamodeling_score(-scores, Truth(subsets, subsets @ scores)) == pytest.approx(-1)
-    with pytest.raises(jostle.InputError, match=r"^retrained: got 20 training examples and 5 queries, .* 19 and 5"):
-        linear_datamodeling_score(scores[1:], Truth(subsets, losses))
 
 
 @pytest.fixture
@@ -46,19 +34,23 @@ def test_a_sweep_is_resumed_widened_and_judged(task: list[str], tmp_path: Path) 
         n_beta: jostle.load(out / "cells" / f"n_beta={n_beta},localization=100,step_size=0.01,burn_in=0")
         for n_beta in (0, 30)
     }
-    subsets = np.random.default_rng(0).random((10, 60)) < 0.5
-    np.save(tmp_path / "subsets.npy", subsets)
-    np.save(tmp_path / "losses.npy", subsets @ runs[30].influence(normalize=True).values)
-    truth = ["--subsets", tmp_path / "subsets.npy", "--retrained", tmp_path / "losses.npy"]
+    scores = runs[30].influence(normalize=True)
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(60, 10), queries=scores.shape[1],
+        fingerprints={name: scores.provenance["fingerprints"][name] for name in ("train", "query")},
+    )  # fmt: skip
+    losses = bank.subsets.members @ scores.values
+    for row, values in enumerate(losses):
+        bank.store(row, 0, {"loss": values})
+    truth = ["--bank", bank.directory]
     (tmp_path / "mine.py").write_text("raise RuntimeError('nothing has to be loaded')")
     judged = jostle_command("sweep", out, *task, *grid, "--n-beta", "0,30", *truth)
     assert judged.exit_code == 0, judged.stderr
     values = {cell["settings"]["n_beta"]: cell["value"] for cell in json.loads((out / "sweep.json").read_text())}
     assert values[30] == pytest.approx(1)
-    expected = linear_datamodeling_score(
-        runs[0].influence(normalize=True).values, Truth(subsets, np.load(tmp_path / "losses.npy"))
-    )
-    assert values[0] == pytest.approx(expected)
+    predicted = bank.subsets.members @ runs[0].influence(normalize=True).values
+    expected = np.mean([spearmanr(predicted[:, j], losses[:, j]).statistic for j in range(losses.shape[1])])
+    assert values[0] == pytest.approx(expected, abs=1e-6)
 
     # Wider: a step that the pull alone makes unstable, and a curvature that does.
     (tmp_path / "mine.py").write_text(TASK)
@@ -108,25 +100,13 @@ def test_side_by_side_the_numbers_are_the_same(task: list[str], tmp_path: Path) 
 
 
 def test_bad_input(task: list[str], tmp_path: Path) -> None:
-    np.save(tmp_path / "two.npy", np.zeros((2, 3)))
-    np.save(tmp_path / "halves.npy", np.full((4, 60), 0.5))
-    np.save(tmp_path / "losses.npy", np.zeros((4, 5)))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     out = tmp_path / "sweep"
     for arguments, message in (
         ([out, *task, "--n-beta", "1,few"], "n_beta: got '1,few', expected numbers separated by commas"),
         ([out, *task, "--burn-in", "1.5"], "burn_in: got '1.5', expected whole numbers"),
-        ([out, *task, "--subsets", tmp_path / "two.npy"], "subsets: got one of --subsets and --retrained"),
-        ([out, *task, "--subsets", tmp_path / "none.npy", "--retrained", tmp_path / "two.npy"], "subsets: got"),
-        (
-            [out, *task, "--subsets", tmp_path / "two.npy", "--retrained", tmp_path / "losses.npy"],
-            "retrained: got losses of shape (4, 5)",
-        ),
-        (
-            [out, *task, "--subsets", tmp_path / "halves.npy", "--retrained", tmp_path / "losses.npy"],
-            "subsets: got values besides 0 and 1",
-        ),
+        ([out, *task, "--bank", tmp_path / "full"], "bank: got no readable bank.json"),
         ([tmp_path / "full", *task], "which exists and holds something else"),
     ):
         result = jostle_command("sweep", *arguments)

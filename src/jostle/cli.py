@@ -358,7 +358,7 @@ _Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or mor
             "jostle sweep sweeps/a --task my_file.py:build --n-beta 0,10,100 --localization 100,1000 --step-size 1e-4",
             "six runs, and sweeps/a/sweep.png",
         ),
-        ("jostle sweep sweeps/b ... --subsets subsets.npy --retrained losses.npy", "with the LDS in each cell"),
+        ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),
     )
 )
 @_with_flags_of(run, without=("auto", "rise", "kappa"))
@@ -368,11 +368,8 @@ def sweep(
     localization: _Values = None,
     step_size: _Values = None,
     burn_in: _Values = None,
-    subsets: Annotated[
-        Path | None, typer.Option(metavar="NPY", help="Retrainings × training examples: 1 where it was trained on.")
-    ] = None,
-    retrained: Annotated[
-        Path | None, typer.Option(metavar="NPY", help="Retrainings × queries: the losses of the retrained models.")
+    bank: Annotated[
+        Path | None, typer.Option(metavar="BANK", help="A retraining bank (see jostle evaluate) to judge scores by.")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Cells sampled at the same time.")] = 1,
     **flags: Any,
@@ -380,26 +377,25 @@ def sweep(
     """Sample a grid of hyperparameters, and draw every cell's loss traces.
 
     In each cell stands the agreement of the scores from halves of the draws or,
-    where retrained models are given, the linear datamodeling score (LDS).
+    with a bank of retrained models, the linear datamodeling score (LDS).
     The same command, given again, goes on; with more values, it adds cells.
     """
     from rich.console import Console
 
     from jostle import plots, requests
-    from jostle.sweep import AGREEMENT, LDS, Truth, draw, rank
+    from jostle.evaluate import Bank
+    from jostle.sweep import AGREEMENT, LDS, draw, rank
     from jostle.sweep import sweep as carry_out
     from jostle.terminal import print_sweep
 
-    if (subsets is None) != (retrained is None):
-        raise InputError("subsets", got="one of --subsets and --retrained", expected="both of them, or neither")
     plots.check("sweep.png")
     texts = {"n_beta": n_beta, "localization": localization, "step_size": step_size, "burn_in": burn_in}
     axes = {name: _numbers(name, text) for name, text in texts.items() if text is not None}
-    truth = Truth.read(subsets, retrained) if subsets is not None and retrained is not None else None
+    judge = Bank(bank) if bank is not None else None
     elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
     request = requests.resolve(_given(flags), **elsewhere)
-    cells = carry_out(request, axes, out, truth=truth, jobs=jobs, say=_say)
-    of = LDS if truth is not None else AGREEMENT
+    cells = carry_out(request, axes, out, bank=judge, jobs=jobs, say=_say)
+    of = LDS if judge is not None else AGREEMENT
     pictures = draw(cells, out, of=of)
     best_first = sorted(cells, key=lambda cell: rank(cell, of), reverse=True)
     print_sweep(Console(highlight=False), [cell.to_dict() for cell in best_first], of)

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from jaxtyping import Bool, Float
-from scipy.stats import rankdata
+from jaxtyping import Float
 
 from jostle import plots, requests
 from jostle.diagnose import read_sample
 from jostle.errors import ChainsFailedError, InputError
+from jostle.evaluate import Bank, lds
 from jostle.posterior import Potential
 from jostle.run import Run, load, read_manifest
 from jostle.tasks import Task
@@ -35,55 +35,6 @@ AXES = ("n_beta", "localization", "step_size", "burn_in")
 LDS, AGREEMENT = "LDS", "agreement of halves"
 SHOWN_DRAWS = 400
 """A trace in a cell of a figure has no room for more points than this."""
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What scores are held against: which examples each retraining had, and its losses on the queries."""
-
-    subsets: Bool[np.ndarray, "subset train"]
-    losses: Float[np.ndarray, "subset query"]
-
-    @classmethod
-    def read(cls, subsets: Path, losses: Path) -> Truth:
-        """Read two .npy files."""
-        arrays = []
-        for name, path in (("subsets", subsets), ("retrained", losses)):
-            try:
-                arrays.append(np.load(path, allow_pickle=False))
-            except (OSError, ValueError) as error:
-                raise InputError(name, got=f"{path} ({error})", expected="a NumPy array in a .npy file") from error
-        included, retrained = arrays
-        if included.ndim != 2 or retrained.ndim != 2 or len(included) != len(retrained) or len(included) < 3:
-            raise InputError(
-                "retrained",
-                got=f"losses of shape {retrained.shape} for subsets of shape {included.shape}",
-                expected="(subset, query) and (subset, train), with the same three subsets or more",
-            )
-        if not np.isin(included, (0, 1)).all():
-            raise InputError("subsets", got="values besides 0 and 1", expected="1 where an example was trained on")
-        if not np.isfinite(retrained).all():
-            raise InputError("retrained", got="losses that are not finite", expected="finite ones")
-        return cls(included.astype(bool), retrained.astype(np.float64))
-
-
-def linear_datamodeling_score(scores: Float[np.ndarray, "train query"], truth: Truth) -> float:
-    """Spearman over subsets between a query's predicted and true losses, averaged over queries.
-
-    Negative scores help, so that their sum over a subset predicts how high the query's loss is.
-
-    Reference: Park et al., *TRAK: Attributing Model Behavior at Scale*, 2023.
-    """
-    if scores.shape != (truth.subsets.shape[1], truth.losses.shape[1]):
-        raise InputError(
-            "retrained",
-            got=f"{truth.subsets.shape[1]} training examples and {truth.losses.shape[1]} queries",
-            expected=f"those of the runs: {scores.shape[0]} and {scores.shape[1]}",
-        )
-    ranks = [rankdata(side, axis=0) for side in (truth.subsets.astype(np.float64) @ scores, truth.losses)]
-    a, b = (side - side.mean(0) for side in ranks)
-    spread = np.sqrt((a**2).sum(0) * (b**2).sum(0))
-    return float(np.mean((a * b).sum(0)[spread > 0] / spread[spread > 0])) if (spread > 0).any() else math.nan
 
 
 @dataclass(frozen=True)
@@ -118,7 +69,7 @@ def sweep(
     axes: Mapping[str, Sequence[float]],
     out: Path,
     *,
-    truth: Truth | None = None,
+    bank: Bank | None = None,
     jobs: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Cell]:
@@ -129,7 +80,7 @@ def sweep(
     base = {name: value for name, value in request.items() if name not in AXES} | requests.source_of(request)
     _keep(out, base)
     say(f"{len(cells)} cells in {out / 'cells'}")
-    work = (joblib.delayed(_cell)(base | settings, settings, out, truth) for settings in cells)
+    work = (joblib.delayed(_cell)(base | settings, settings, out, bank) for settings in cells)
     found: Any = joblib.Parallel(n_jobs=jobs)(work)
     temporary = out / "sweep.partial"
     temporary.write_text(json.dumps([cell.to_dict() for cell in found], indent=2) + "\n")
@@ -159,7 +110,7 @@ def _keep(out: Path, base: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
 
-def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, truth: Truth | None) -> Cell:
+def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, bank: Bank | None) -> Cell:
     directory = out / "cells" / ",".join(f"{name}={value:g}" for name, value in settings.items())
     try:
         run = _run(request, directory)
@@ -176,10 +127,7 @@ def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, truth:
     if not len(healthy):
         step = run.manifest["failed_chains"][0]["step"]
         return Cell(settings, str(directory), f"diverged at step {step}", failed_chains=lost, **shown)
-    if truth is None:
-        value = found["agreement"]["halves"]["spearman"]
-    else:
-        value = linear_datamodeling_score(run.influence(normalize=True).values, truth)
+    value = found["agreement"]["halves"]["spearman"] if bank is None else lds(bank, run.influence(normalize=True)).value
     return Cell(
         settings,
         str(directory),
