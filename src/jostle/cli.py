@@ -388,6 +388,49 @@ def diagnose(
     print_diagnostics(console, found)
 
 
+@app.command(
+    epilog=_examples(
+        ("jostle view runs/a", "opens a page in the browser; while it is sampling, too"),
+        ("jostle view runs/a runs/b", "two runs, side by side"),
+        ("jostle view runs/a ekfac.safetensors", "beside another method's scores"),
+        ("jostle view runs/a --no-open --port 8000", "through an ssh tunnel"),
+    )
+)
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, and scores in .safetensors files.")
+    ],
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=65535, help="Default: 8797 or, if that is taken, any.")
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Serve others too, who need the token that is printed. Default: this machine alone."
+        ),
+    ] = "127.0.0.1",
+) -> None:
+    """Look at runs in a browser: tokens, images, health, map, comparison.
+
+    Works without a network, and reads a run that is still sampling.
+    """
+    from jostle.run import Run
+    from jostle.viewer.answers import Answers, open_sources
+
+    answers = Answers(open_sources(runs, Run))
+    try:
+        from jostle.viewer.server import serve
+    except ImportError as error:
+        raise InputError(
+            "view",
+            got=f"no package {error.name!r}",
+            expected="the packages of the extra 'viewer'",
+            fix="pip install 'jostle[viewer]'",
+        ) from error
+    serve(answers, host=host, port=port, open_browser=open_browser, say=_say)
+
+
 def main() -> None:
     """Run the command line."""
     app(prog_name="jostle")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from jaxtyping import UInt8
 
 from jostle import plots
 from jostle.chains import load_sums, read_tensors
@@ -80,6 +81,11 @@ class Run:
         """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
         path = self.directory / "examples" / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
+        """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""
+        path = self.directory / "examples" / f"{name}.images.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
 
     def influence(
         self,

@@ -1,0 +1,1 @@
+export class CompareView { constructor(){ this.element=document.createElement("div"); } update(){} }

@@ -1,0 +1,1 @@
+export class HealthView { constructor(){ this.element=document.createElement("div"); } update(){} }

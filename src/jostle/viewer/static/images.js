@@ -1,0 +1,1 @@
+export class ImagesView { constructor(){ this.element=document.createElement("div"); } update(){} }

@@ -1,0 +1,1 @@
+export class MapView { constructor(){ this.element=document.createElement("div"); } update(){} }
