@@ -25,12 +25,9 @@ def correlation(run: Path, train: int, query: int) -> np.ndarray:
     return jostle.load(run).token_influence(train, query, normalize=True).posterior_correlation
 
 
-def chosen(page: Any) -> Any:
+def coloured(page: Any) -> None:
     """Wait until what is chosen is coloured."""
-    page.wait_for_function(
-        "document.querySelector('.tokens-view')?.dataset.selection !== undefined && "
-        "document.querySelector('.tokens-view').dataset.selection === document.querySelector('.tokens-view').dataset.wanted"
-    )
+    page.wait_for_selector(".tokens-view[aria-busy='false']")
 
 
 def query_token(page: Any, position: int) -> Any:
@@ -50,7 +47,7 @@ def test_a_click_on_a_query_token_colours_training_tokens_with_the_estimators_nu
     with served(texts) as address:
         page.goto(address)
         query_token(page, 3).click()
-        chosen(page)
+        coloured(page)
         expected = {index: correlation(texts, index, 0)[:, 2] for index in range(12)}
         for index in page.locator(".train-pane .card").evaluate_all("cards => cards.map(c => +c.dataset.index)")[:3]:
             train_token(page, index, 4).hover()

@@ -23,6 +23,8 @@ from jostle.estimate import (
 )
 from jostle.scores import Scores
 from jostle.traces import SequenceLosses, Traces
+from jostle.viewer.reading import RunSource
+from jostle.viewer.report import Inline, write_report
 
 Reduction = Literal["mean", "sum"]
 
@@ -209,6 +211,13 @@ class Run:
         if plot is not None:
             plots.draw(found, sample, self.config, Path(plot))
         return found
+
+    def show(self, query: int = 0, *, k: int = 10, height: int = 640) -> Inline:
+        """Show a query in a notebook: its text or image, and the ``k`` training examples that helped and harmed most.
+
+        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network.
+        """
+        return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
 
     def _require_chains(self) -> None:
         if len(self._healthy_chains()) == 0:

@@ -33,6 +33,9 @@ from jostle.viewer.reading import (
 Parameters = Mapping[str, str]
 Answer = dict[str, Any] | bytes
 
+STATIC = Path(__file__).parent / "static"
+"""The files of the page."""
+
 MOST_COLUMNS = 512
 """How many errors or images one question may ask for."""
 

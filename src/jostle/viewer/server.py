@@ -31,10 +31,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from jostle.errors import ChainsFailedError, InputError
-from jostle.viewer.answers import Answers
+from jostle.viewer.answers import STATIC, Answers
 from jostle.viewer.reading import UnreadableError
 
-STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOPBACK = ("127.0.0.1", "localhost")
 COOKIE = "jostle-token"

@@ -1,1 +1,73 @@
-export class CompareView { constructor(){ this.element=document.createElement("div"); } update(){} }
+// Two methods' scores of the same examples for one query: point by point, and how far their rankings agree.
+
+import { ask } from "jostle/api.js";
+import { choice, element, excerpt, svg } from "jostle/dom.js";
+import { Plot } from "jostle/draw.js";
+import { methodName, named } from "jostle/images.js";
+
+export class CompareView {
+  constructor(app, run) {
+    this.app = app;
+    this.run = run;
+    this.element = element("div", { class: "compare-view" }, element("p", { class: "quiet" }, "Comparing…"));
+  }
+
+  forget() {
+    this.shown = undefined;
+  }
+
+  async update(state) {
+    const others = this.app.runs.filter((run) => run.run !== this.run.run && run.kind !== "problem");
+    const other = others.find((run) => run.run === Number(state.other)) ?? others[0];
+    const queries = await this.app.examples("query");
+    const query = queries.find((example) => example.index === Number(state.query ?? queries[0].index)) ?? queries[0];
+    const key = JSON.stringify([other.run, query.index, state.open]);
+    if (key === this.shown) return;
+    const bar = element(
+      "div",
+      { class: "bar" },
+      element("span", {}, `${this.run.name} against`),
+      choice("", others.map((run) => [run.run, run.name]), other.run, (value) => this.app.go({ other: value })),
+      choice("Query", queries.map((example) => [example.index, `${example.index}: ${named(example)}`.slice(0, 60)]), query.index, (value) => this.app.go({ query: value })),
+    );
+    bar.querySelectorAll("select")[0].setAttribute("aria-label", "Compare with");
+    const found = await ask("compare", { run: this.run.run, other: other.run, query: query.index });
+    const train = await this.app.examples("train");
+    const byIndex = new Map(train.map((example) => [example.index, example]));
+    const plot = new Plot({ title: `Scores for query ${query.index}`, about: `a point is a training example; positive helps`, x: `${this.run.name} (${methodName(this.run)})`, y: `${other.name} (${methodName(other)})`, width: 760, height: 520 });
+    plot.points(found.first, found.second, (x, y, index) => {
+      const label = `#${index} ${byIndex.has(index) ? excerpt(byIndex.get(index), 90) || named(byIndex.get(index)) : ""}`;
+      return svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 4, class: "dot", "data-index": index, onclick: () => this.app.go({ open: index }) }, svg("title", {}, label));
+    });
+    plot.level(0, { class: "axis" }).upright(0, { class: "axis" });
+    const fact = (name, value, about) => [element("dt", {}, name), element("dd", {}, element("b", {}, value), element("span", { class: "quiet" }, ` ${about}`))];
+    const rank = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
+    const opened = byIndex.get(Number(state.open));
+    this.element.replaceChildren(
+      bar,
+      element(
+        "div",
+        { class: "compare-columns" },
+        plot.draw(),
+        element(
+          "section",
+          { class: "card", "aria-label": "Agreement" },
+          element("h2", {}, "Do they rank alike?"),
+          element(
+            "dl",
+            { class: "facts" },
+            fact("Spearman", rank(found.spearman), "of this query's scores"),
+            fact("Helpful", `${found.helpful_in_common} of ${found.top}`, "most helpful in common"),
+            fact("Harmful", `${found.harmful_in_common} of ${found.top}`, "most harmful in common"),
+            fact("Spearman", rank(found.median_spearman), `median of ${found.queries} queries`),
+          ),
+          opened && state.open !== undefined
+            ? element("div", { class: "opened" }, element("h3", {}, `train ${opened.index}`), element("p", { class: "text" }, opened.text ?? named(opened)))
+            : element("p", { class: "quiet" }, "Click a point to see the example."),
+        ),
+      ),
+    );
+    this.shown = key;
+    this.element.dataset.ready = key;
+  }
+}

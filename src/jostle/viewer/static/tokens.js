@@ -42,7 +42,7 @@ class Texts {
           "aria-disabled": scored ? null : "true",
           tabindex: scored ? "-1" : null,
         },
-        token.replace(/\r?\n/g, "↵\n"),
+        bare(token),
       );
       node.place = place;
       node.position = position;
@@ -51,7 +51,9 @@ class Texts {
       return node;
     });
     const about = this.set === "train" ? `Training text ${example.index}` : `Query ${example.index}`;
-    const box = element("div", { class: "text", role: "listbox", "aria-label": `${about}, tokens`, "aria-multiselectable": "true", lang: "" }, tokens);
+    // Spaces stand between the tokens and not in them, so that a line never breaks inside a coloured box.
+    const parts = tokens.flatMap((node, position) => [spaceBefore(example.tokens[position]), node]);
+    const box = element("div", { class: "text", role: "listbox", "aria-label": `${about}, tokens`, "aria-multiselectable": "true" }, parts);
     const scored = tokens.filter((token) => token.column !== undefined);
     if (scored.length) scored[0].tabIndex = 0;
     const made = { box, tokens, scored };
@@ -122,12 +124,12 @@ export class TokensView {
   }
 
   async update(state) {
+    this.element.setAttribute("aria-busy", "true");
     await this.load();
     const selection = (this.selected = this.selection(state));
     const key = JSON.stringify(selection);
-    this.element.dataset.wanted = key;
     this.mark();
-    this.renderQuery(state);
+    this.renderQuery();
     if (!this.answers.has(key)) {
       const { set, sample, from, to } = selection;
       const parameters = { run: this.run.run, set, sample, ...(from === undefined ? {} : { from, to }) };
@@ -147,6 +149,7 @@ export class TokensView {
     if (selection.set === "query") this.renderTraining(state);
     else this.renderReversed(state);
     this.element.dataset.selection = key;
+    this.element.setAttribute("aria-busy", "false");
     if (this.refocus) {
       const node = this.refocus();
       this.refocus = null;
@@ -178,7 +181,7 @@ export class TokensView {
     }
   }
 
-  renderQuery(state) {
+  renderQuery() {
     if (this.selected.set !== "query") return;
     const queries = this.texts.query;
     const place = queries.place.get(this.selected.sample);
@@ -189,7 +192,7 @@ export class TokensView {
     const options = queries.examples.map((example) => [example.index, `${example.index}: ${excerpt(example, 48)}`]);
     const step = (by) => () => this.step(by);
     const whole = this.selected.from === undefined;
-    this.queryPane.replaceChildren(
+    const parts = [
       element(
         "div",
         { class: "bar" },
@@ -206,8 +209,8 @@ export class TokensView {
         element("button", { type: "button", class: "plain", disabled: whole, onclick: () => this.app.go({ from: null, to: null }) }, "Whole completion"),
         element("span", { class: "quiet" }, "Click a token, drag over several, or use ← →."),
       ),
-    );
-    if (state.search) this.search?.setAttribute("value", state.search);
+    ];
+    this.queryPane.replaceChildren(...parts.filter(Boolean));
   }
 
   step(by) {
@@ -496,6 +499,14 @@ export class TokensView {
     if (!extend) this.anchor = this.head_;
     this.choose(place, this.anchor, this.head_);
   }
+}
+
+function spaceBefore(token) {
+  return token.trim() === "" ? "" : token.slice(0, token.length - token.trimStart().length);
+}
+
+function bare(token) {
+  return (token.trim() === "" ? token : token.trimStart()).replace(/\r?\n/g, "↵\n");
 }
 
 function target(key, at, count) {
