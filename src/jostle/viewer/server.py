@@ -174,5 +174,5 @@ def _bind(host: str, port: int | None) -> socket.socket:
     raise InputError(
         "view",
         got=f"{host} port {port or PORT} ({failure.strerror or failure})",
-        expected="a free port of this machine",
+        expected="an address of this machine and a free port",
     )

@@ -6,6 +6,7 @@ import { CompareView } from "jostle/compare.js";
 import { HealthView } from "jostle/health.js";
 import { ImagesView } from "jostle/images.js";
 import { MapView } from "jostle/map.js";
+import { comparable } from "jostle/runs.js";
 import { TokensView } from "jostle/tokens.js";
 
 const REFRESH = 3000;
@@ -18,7 +19,7 @@ const VIEWS = {
   compare: {
     title: "Compare",
     make: CompareView,
-    fits: (run, runs) => run.kind !== "problem" && runs.filter((other) => other.kind !== "problem").length > 1,
+    fits: (run, runs) => comparable(run, runs).length > 0,
   },
 };
 
@@ -55,8 +56,11 @@ class App {
       if (value === undefined || value === null || value === "") delete this.state[name];
       else this.state[name] = String(value);
     }
-    const address = "#" + new URLSearchParams(this.state);
-    history[remember ? "pushState" : "replaceState"](null, "", address);
+    try {
+      history[remember ? "pushState" : "replaceState"](null, "", "#" + new URLSearchParams(this.state));
+    } catch {
+      // Inside a notebook there is no address to keep it in.
+    }
     return this.render();
   }
 

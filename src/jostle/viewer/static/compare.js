@@ -3,7 +3,8 @@
 import { ask } from "jostle/api.js";
 import { choice, element, excerpt, svg } from "jostle/dom.js";
 import { Plot } from "jostle/draw.js";
-import { methodName, named } from "jostle/images.js";
+import { named } from "jostle/images.js";
+import { comparable, methodName } from "jostle/runs.js";
 
 export class CompareView {
   constructor(app, run) {
@@ -17,11 +18,12 @@ export class CompareView {
   }
 
   async update(state) {
-    const others = this.app.runs.filter((run) => run.run !== this.run.run && run.kind !== "problem");
+    const others = comparable(this.run, this.app.runs);
     const other = others.find((run) => run.run === Number(state.other)) ?? others[0];
     const queries = await this.app.examples("query");
     const query = queries.find((example) => example.index === Number(state.query ?? queries[0].index)) ?? queries[0];
-    const key = JSON.stringify([other.run, query.index, state.open]);
+    const ranks = state.scale === "ranks";
+    const key = JSON.stringify([other.run, query.index, state.open, ranks]);
     if (key === this.shown) return;
     const bar = element(
       "div",
@@ -29,17 +31,19 @@ export class CompareView {
       element("span", {}, `${this.run.name} against`),
       choice("", others.map((run) => [run.run, run.name]), other.run, (value) => this.app.go({ other: value })),
       choice("Query", queries.map((example) => [example.index, `${example.index}: ${named(example)}`.slice(0, 60)]), query.index, (value) => this.app.go({ query: value })),
+      choice("Show", [["scores", "scores"], ["ranks", "ranks"]], ranks ? "ranks" : "scores", (value) => this.app.go({ scale: value })),
     );
     bar.querySelectorAll("select")[0].setAttribute("aria-label", "Compare with");
     const found = await ask("compare", { run: this.run.run, other: other.run, query: query.index });
     const train = await this.app.examples("train");
     const byIndex = new Map(train.map((example) => [example.index, example]));
-    const plot = new Plot({ title: `Scores for query ${query.index}`, about: `a point is a training example; positive helps`, x: `${this.run.name} (${methodName(this.run)})`, y: `${other.name} (${methodName(other)})`, width: 760, height: 520 });
-    plot.points(found.first, found.second, (x, y, index) => {
+    const plot = new Plot({ title: `Scores for query ${query.index}`, about: ranks ? "a point is a training example; the most helpful has rank 1" : "a point is a training example; positive helps", x: `${this.run.name} (${methodName(this.run)})`, y: `${other.name} (${methodName(other)})`, width: 760, height: 520 });
+    const shown = [found.first, found.second].map((scores) => (ranks ? ranksOf(scores) : scores));
+    plot.points(...shown, (x, y, index) => {
       const label = `#${index} ${byIndex.has(index) ? excerpt(byIndex.get(index), 90) || named(byIndex.get(index)) : ""}`;
       return svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 4, class: "dot", "data-index": index, onclick: () => this.app.go({ open: index }) }, svg("title", {}, label));
     });
-    plot.level(0, { class: "axis" }).upright(0, { class: "axis" });
+    if (!ranks) plot.level(0, { class: "axis" }).upright(0, { class: "axis" });
     const fact = (name, value, about) => [element("dt", {}, name), element("dd", {}, element("b", {}, value), element("span", { class: "quiet" }, ` ${about}`))];
     const rank = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
     const opened = byIndex.get(Number(state.open));
@@ -70,4 +74,10 @@ export class CompareView {
     this.shown = key;
     this.element.dataset.ready = key;
   }
+}
+
+function ranksOf(scores) {
+  const ranks = new Array(scores.length);
+  [...scores.keys()].sort((a, b) => scores[b] - scores[a]).forEach((index, place) => (ranks[index] = place + 1));
+  return ranks;
 }

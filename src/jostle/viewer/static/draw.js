@@ -2,11 +2,12 @@
 
 import { compact, element, svg } from "jostle/dom.js";
 
-const WIDTH = 560;
+// On a narrow screen a picture is drawn narrow, rather than drawn wide and made small.
+const narrow = () => innerWidth < 760;
 
 export class Plot {
-  constructor({ title, about, x, y, height = 250, width = WIDTH, equal = false }) {
-    this.size = { width, height, left: 58, right: 12, top: 10, bottom: 40 };
+  constructor({ title, about, x, y, height = 250, width = 370, equal = false }) {
+    this.size = { width: narrow() ? Math.min(width, 370) : width, height: narrow() ? Math.min(height, 300) : height, left: 58, right: 12, top: 10, bottom: 40 };
     this.marks = [];
     this.labels = { x, y };
     this.title = title;
@@ -100,7 +101,9 @@ export class Plot {
       const reach = Math.max(...[...this.bounds.x, ...this.bounds.y].map(Math.abs));
       this.bounds = { x: [-reach, reach], y: [-reach, reach] };
     }
-    const { width, height, left, right, top, bottom } = this.size;
+    const { width, height, right, top, bottom } = this.size;
+    this.levels = ticks(this.bounds.y, Math.max(3, Math.round(height / 60)));
+    const left = (this.size.left = 32 + 7 * Math.max(...this.levels.map((value) => compact(value).length), 1));
     const scale = ([low, high], from, to) => (value) => from + ((value - low) / (high - low)) * (to - from);
     this.x = scale(this.bounds.x, left, width - right);
     this.y = scale(this.bounds.y, height - bottom, top);
@@ -110,11 +113,11 @@ export class Plot {
     this.fit();
     const { width, height, left, right, top, bottom } = this.size;
     const parts = [];
-    for (const value of ticks(this.bounds.y, Math.max(3, Math.round(height / 60)))) {
+    for (const value of this.levels) {
       parts.push(svg("line", { class: "grid", x1: left, x2: width - right, y1: this.y(value), y2: this.y(value) }));
       parts.push(svg("text", { x: left - 6, y: this.y(value) + 4, "text-anchor": "end" }, compact(value)));
     }
-    for (const value of ticks(this.bounds.x, Math.max(3, Math.round(width / 110)))) {
+    for (const value of ticks(this.bounds.x, Math.max(4, Math.round(width / 110)))) {
       parts.push(svg("line", { class: "tick", x1: this.x(value), x2: this.x(value), y1: height - bottom, y2: height - bottom + 4 }));
       parts.push(svg("text", { x: this.x(value), y: height - bottom + 17, "text-anchor": "middle" }, compact(value)));
     }

@@ -78,7 +78,7 @@ function plots({ curves, diagnostics, settings: { thin } }) {
   chains.forEach((values, chain) => {
     if (chain % step && curves.chains.includes(chain)) return;
     const lost = !curves.chains.includes(chain);
-    losses.line(curves.steps, values, { class: "line", stroke: `var(--chain-${(chain / step) % 6 | 0})`, "stroke-dasharray": lost ? "4 3" : null });
+    losses.line(curves.steps, values, { class: "line", stroke: `var(--chain-${(chain / step) % 8 | 0})`, "stroke-dasharray": lost ? "4 3" : null });
   });
   losses.level(curves.center_loss, { class: "reference" });
   const wide = losses.draw();
@@ -88,7 +88,7 @@ function plots({ curves, diagnostics, settings: { thin } }) {
       "p",
       { class: "keys" },
       chains.flatMap((_, chain) => (chain % step ? [] : [
-        element("span", { class: "key" }, element("span", { class: "swatch", style: `background: var(--chain-${(chain / step) % 6 | 0})` }), `chain ${chain}${curves.chains.includes(chain) ? "" : " (not used)"}`),
+        element("span", { class: "key" }, element("span", { class: "swatch", style: `background: var(--chain-${(chain / step) % 8 | 0})` }), `chain ${chain}${curves.chains.includes(chain) ? "" : " (not used)"}`),
       ])),
       element("span", { class: "key" }, element("span", { class: "swatch dotted" }), `at w*: ${compact(curves.center_loss)}`),
     ),

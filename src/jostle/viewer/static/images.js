@@ -2,6 +2,7 @@
 
 import { ask, askNumbers, askPixels } from "jostle/api.js";
 import { choice, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
+import { comparable, methodName } from "jostle/runs.js";
 import { matcher } from "jostle/tokens.js";
 
 const SHOWN = 12;
@@ -46,8 +47,7 @@ export class ImagesView {
 
   // Everything that scores the same examples.
   get methods() {
-    const same = (other) => other.sizes && other.sizes.train === this.run.sizes.train && other.sizes.query === this.run.sizes.query && other.kind !== "problem";
-    return this.app.runs.filter(same);
+    return [this.run, ...comparable(this.run, this.app.runs)];
   }
 
   async update(state) {
@@ -121,7 +121,7 @@ export class ImagesView {
               "li",
               { class: both ? "both" : null, "data-index": example.index },
               draw ? draw(example.index, `training image ${example.index}: ${named(example)}`) : element("p", { class: "words" }, excerpt(example, 140) || `#${example.index}`),
-              element("span", { class: "caption" }, element("b", {}, named(example)), " ", element("span", { class: "score" }, score(table.scores[number], table.method)), error ? element("span", { class: "error" }, ` ± ${error.toFixed(2)}`) : null),
+              element("span", { class: "caption" }, `${named(example)}: `, element("span", { class: "score" }, score(table.scores[number], table.method)), error ? element("span", { class: "error" }, ` ± ${error.toFixed(2)}`) : null),
               element("span", { class: "caption quiet" }, `#${example.index}`, both ? element("span", { class: "mark" }, " ✓ both") : null),
             );
           }),
@@ -161,10 +161,6 @@ export class ImagesView {
       this.search?.focus();
     }
   }
-}
-
-export function methodName(run) {
-  return run.method === "bif" ? "Bayesian influence" : run.method;
 }
 
 function score(value, method) {

@@ -5,8 +5,6 @@ import { choice, element, excerpt, fieldText, svg } from "jostle/dom.js";
 import { named, pictures } from "jostle/images.js";
 import { legend, reachOf } from "jostle/scale.js";
 
-const WIDTH = 820;
-const HEIGHT = 620;
 const COLOURS = ["#1f77b4", "#e07b00", "#2a9d5c", "#b84a8b", "#6f5bb5", "#8c6a3f", "#17a2b8", "#c0392b", "#7f8c2f", "#5d6d7e"];
 const MARKS = 10; // as many values as there are colours; more are grey
 
@@ -79,13 +77,14 @@ export class MapView {
 
   draw(colour, byIndex, state) {
     const { indices, places } = this.map;
+    const [wide, high] = innerWidth < 760 ? [420, 440] : [820, 620];
     const bounds = [0, 1].map((axis) => places.map((place) => place[axis])).map((values) => [Math.min(...values), Math.max(...values)]);
-    const along = (value, [low, high], size) => 18 + ((value - low) / (high - low || 1)) * (size - 36);
+    const along = (value, [least, most], size) => 18 + ((value - least) / (most - least || 1)) * (size - 36);
     const radius = Math.max(3.5, Math.min(8, 160 / Math.sqrt(indices.length)));
     this.points = indices.map((index, number) => {
       const example = byIndex.get(index);
-      const x = along(places[number][0], bounds[0], WIDTH);
-      const y = HEIGHT - along(places[number][1], bounds[1], HEIGHT);
+      const x = along(places[number][0], bounds[0], wide);
+      const y = high - along(places[number][1], bounds[1], high);
       const point = svg(
         "circle",
         {
@@ -107,7 +106,7 @@ export class MapView {
       : "Neighbours move together; how far groups are apart means nothing.";
     const many = this.map.indices.length < this.map.of ? ` ${this.map.indices.length} of ${this.map.of} examples.` : "";
     this.stage.replaceChildren(
-      svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "map", role: "listbox", "aria-label": "Training examples, by how their losses move together" }, this.points),
+      svg("svg", { viewBox: `0 0 ${wide} ${high}`, class: "map", role: "listbox", "aria-label": "Training examples, by how their losses move together" }, this.points),
       element("p", { class: "quiet" }, `${what}${many} Click a point, or walk with the arrow keys and press Enter.`),
     );
     if (focused !== null) this.points.find((point) => point.dataset.index === focused)?.focus();
