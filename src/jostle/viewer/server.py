@@ -24,7 +24,6 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -87,7 +86,7 @@ def make_app(answers: Answers, *, token: str | None = None) -> Starlette:
         )
         return response
 
-    middleware = [Middleware(BaseHTTPMiddleware, dispatch=guard), Middleware(GZipMiddleware, minimum_size=65_536)]
+    middleware = [Middleware(BaseHTTPMiddleware, dispatch=guard)]
     if token is None:
         # A name of somebody else's that resolves to this machine (DNS rebinding) is no name of ours.
         middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK], www_redirect=False))

@@ -4,7 +4,8 @@ import { ask, askNumbers, isReport } from "jostle/api.js";
 import { choice, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
 import { clear, legend, paint, Ranks, reachOf } from "jostle/scale.js";
 
-const SHOWN_TOKENS = 4000; // at a time; more on request
+const SHOWN_TOKENS = 1500; // about two screens; more when the end comes near
+const KEPT_TOKENS = 30000; // as elements, to be coloured again
 const KEPT_ANSWERS = 64;
 
 // The texts of one set, as elements that are made once and coloured again and again.
@@ -61,12 +62,23 @@ class Texts {
     return made;
   }
 
-  colour(values, reach) {
-    for (const { scored } of this.made.values()) {
-      for (const token of scored) {
-        if (values === null) clear(token);
-        else paint(token, values[token.column], reach);
-      }
+  // Those that are shown, and no others: the rest is coloured when it is shown again.
+  colour(places, values, reach) {
+    for (const place of places) {
+      for (const token of this.tokensOf(place).scored) paint(token, values[token.column], reach);
+    }
+  }
+
+  fade() {
+    for (const { scored } of this.made.values()) for (const token of scored) clear(token);
+  }
+
+  // Let go of what has not been shown for long, where there is too much.
+  trim(shown) {
+    let kept = 0;
+    for (const [place, { tokens }] of [...this.made].reverse()) {
+      kept += tokens.length;
+      if (kept > KEPT_TOKENS && !shown.has(place)) this.made.delete(place);
     }
   }
 }
@@ -128,6 +140,7 @@ export class TokensView {
     await this.load();
     const selection = (this.selected = this.selection(state));
     const key = JSON.stringify(selection);
+    if (key !== this.element.dataset.selection) this.limit = SHOWN_TOKENS;
     this.mark();
     this.renderQuery();
     if (!this.answers.has(key)) {
@@ -145,7 +158,7 @@ export class TokensView {
     this.byToken = numbers.subarray(other.examples.length);
     this.reach = reachOf(this.byToken);
     this.ranks = null;
-    this.texts[selection.set].colour(null);
+    this.texts[selection.set].fade();
     if (selection.set === "query") this.renderTraining(state);
     else this.renderReversed(state);
     this.element.dataset.selection = key;
@@ -170,15 +183,11 @@ export class TokensView {
 
   mark() {
     const { set, sample, from, to } = this.selected;
-    for (const [name, texts] of Object.entries(this.texts)) {
-      for (const [place, { scored }] of texts.made) {
-        const here = name === set && texts.examples[place].index === sample;
-        for (const token of scored) {
-          const inside = here && from !== undefined && token.position >= from && token.position <= to;
-          if (token.getAttribute("aria-selected") !== String(inside)) token.setAttribute("aria-selected", String(inside));
-        }
-      }
-    }
+    const { scored } = this.texts[set].tokensOf(this.texts[set].place.get(sample));
+    const inside = scored.filter((token) => from !== undefined && token.position >= from && token.position <= to);
+    for (const token of this.marked ?? []) if (!inside.includes(token)) token.setAttribute("aria-selected", "false");
+    for (const token of inside) token.setAttribute("aria-selected", "true");
+    this.marked = inside;
   }
 
   renderQuery() {
@@ -278,21 +287,22 @@ export class TokensView {
       if (budget < 0 && rank > 0) break;
       cards.push(this.card(texts, place, scores[place], rank));
     }
-    // Only what is looked at is coloured; the rest is when it comes into view.
     const shown = new Set(places.slice(0, cards.length));
-    for (const place of texts.made.keys()) if (!shown.has(place)) texts.made.delete(place);
-    texts.colour(this.byToken, this.reach);
+    texts.colour(shown, this.byToken, this.reach);
+    texts.trim(shown);
     this.mark();
     list.replaceChildren(...cards);
     if (cards.length < places.length) {
-      list.append(
-        element(
-          "li",
-          { class: "more" },
-          element("button", { type: "button", class: "plain", onclick: () => { this.limit *= 2; this.app.render(); } },
-            `Show more (${(places.length - cards.length).toLocaleString("en")} left)`),
-        ),
-      );
+      const grow = () => {
+        this.limit *= 2;
+        this.fillList(list, texts, places, scores);
+      };
+      const left = (places.length - cards.length).toLocaleString("en");
+      const more = element("button", { type: "button", class: "plain", onclick: grow }, `Show more (${left} left)`);
+      list.append(element("li", { class: "more" }, more));
+      this.observer?.disconnect();
+      this.observer = new IntersectionObserver(([entry]) => entry.isIntersecting && grow(), { rootMargin: "400px" });
+      this.observer.observe(more);
     }
     if (cards.length === 0) list.append(element("li", { class: "quiet" }, "None."));
     this.askErrors(texts, places.slice(0, cards.length));
@@ -356,9 +366,8 @@ export class TokensView {
       this.list = element("ol", { class: "texts", "aria-label": "Training texts" });
       this.trainPane.replaceChildren(this.list);
     }
-    if (!train.made.has(place)) {
-      train.made.clear();
-      const { box } = train.tokensOf(place);
+    const { box } = train.tokensOf(place);
+    if (!box.isConnected) {
       const index = train.examples[place].index;
       this.list.replaceChildren(
         element("li", { class: "card", "data-index": index }, element("div", { class: "card-head" }, element("b", {}, `train ${index}`), fields(train.examples[place])), box),
