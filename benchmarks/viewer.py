@@ -21,7 +21,7 @@ import torch
 from benchmarks.environment import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from viewing import CHROMIUM, answers_for, served, words, write_run  # noqa: E402
+from viewing import CHROMIUM, answers_for, served, words, write_run
 
 RECORD = Path(__file__).parent / "records" / "viewer.json"
 LENGTH, CHAINS, CLICKS = 125, 4, 24

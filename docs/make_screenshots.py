@@ -46,7 +46,7 @@ SHOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "images": (("digits", "ekfac.safetensors"), "view=images&query=0", ("wide-light", "narrow-dark")),
     "health": (("digits",), "view=health", ("wide-light", "narrow-light")),
     "compare": (("digits", "ekfac.safetensors"), "view=compare&query=0", ("wide-light",)),
-    "stories-tokens": (("stories",), "view=tokens&query=0&from=16", ("wide-light",)),
+    "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65&by=token", ("wide-light",)),
     "stories-health": (("stories",), "view=health", ()),
     "stories-map": (("stories",), "view=map&colour=topic", ("wide-light",)),
 }

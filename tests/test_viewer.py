@@ -124,14 +124,18 @@ def test_the_keyboard_is_enough(texts: Path, page: Any) -> None:
         card = page.locator(".train-pane .card").first
         index = int(card.get_attribute("data-index"))
         expected = np.corrcoef(span, train[:, :, of_train.of(index)].mean(2).ravel())[0, 1]
-        assert float(card.locator(".score").inner_text().split()[0].replace("−", "-")) == pytest.approx(expected, abs=6e-3)
+        assert float(card.locator(".score").inner_text().split()[0].replace("−", "-")) == pytest.approx(
+            expected, abs=6e-3
+        )
         # On to the training texts by Tab; along a text; Enter turns it round.
         for _ in range(40):
             page.keyboard.press("Tab")
             if page.evaluate("document.activeElement.closest('.train-pane .card') !== null"):
                 break
         page.keyboard.press("ArrowRight")
-        focused = page.evaluate("[+document.activeElement.closest('.card').dataset.index, document.activeElement.position]")
+        focused = page.evaluate(
+            "[+document.activeElement.closest('.card').dataset.index, document.activeElement.position]"
+        )
         token = np.corrcoef(span, train[:, :, of_train.of(focused[0])][:, :, focused[1] - 1].ravel())[0, 1]
         assert told(page) == pytest.approx(token, abs=6e-5)
         assert f"{abs(token):.4f}" in page.locator("[role=status]").inner_text()  # and is read out
@@ -190,7 +194,9 @@ def test_a_link_reopens_exactly_this_view(texts: Path, page: Any) -> None:
         other.wait_for_selector(".error:not(:empty)")
         page.wait_for_selector(".error:not(:empty)")
         assert other.locator("main").inner_text() == page.locator("main").inner_text()
-        assert re.sub(r"± \d\.\d+", "", before)[:40] == re.sub(r"± \d\.\d+", "", other.locator("main").inner_text())[:40]
+        assert (
+            re.sub(r"± \d\.\d+", "", before)[:40] == re.sub(r"± \d\.\d+", "", other.locator("main").inner_text())[:40]
+        )
         assert other.locator(".token[aria-selected=true]").count() == 3
         other.close()
 
@@ -207,7 +213,15 @@ def test_dragging_over_tokens_chooses_the_span(texts: Path, page: Any) -> None:
         assert "tokens 2 to 4 of query 0" in page.locator(".chosen").inner_text()
 
 
-HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "&lt;b&gt;", "{{constructor}}", "‮gnp", "\u0000\n\t", "<!--"]
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "&lt;b&gt;",
+    "{{constructor}}",
+    "‮gnp",
+    "\u0000\n\t",
+    "<!--",
+]
 
 
 def hostile_run(directory: Path) -> Path:
@@ -304,12 +318,18 @@ def test_images_beside_another_method(images: tuple[Path, Path], page: Any) -> N
             told = section.locator(".helpful li .score").first.inner_text()
             assert float(told) == pytest.approx(scores.max(), abs=6e-3)
             tops.append(set(shown))
-        both = page.locator(".method").first.locator(".helpful li.both").evaluate_all("items => items.map(i => +i.dataset.index)")
+        both = (
+            page.locator(".method")
+            .first.locator(".helpful li.both")
+            .evaluate_all("items => items.map(i => +i.dataset.index)")
+        )
         assert set(both) == tops[0] & tops[1]
         assert f"{len(both)} helpful" in page.locator(".agreement").inner_text()
         # The picture is the one of that index.
-        pixel = page.locator(".method").first.locator(".helpful li canvas").first.evaluate(
-            "c => [...c.getContext('2d').getImageData(2, 3, 1, 1).data]"
+        pixel = (
+            page.locator(".method")
+            .first.locator(".helpful li canvas")
+            .first.evaluate("c => [...c.getContext('2d').getImageData(2, 3, 1, 1).data]")
         )
         best = np.load(run / "examples" / "train.images.npy")[int(np.argmax(ours))]
         assert pixel == [*best[3, 2].tolist(), 255]
@@ -385,19 +405,32 @@ def test_a_notebook_shows_the_tokens(texts: Path, tmp_path: Path, page: Any) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_finding_of_an_accessibility_audit(texts: Path, images: tuple[Path, Path], browser: Any, scheme: str) -> None:
+def test_no_serious_finding_of_an_accessibility_audit(
+    texts: Path, images: tuple[Path, Path], browser: Any, scheme: str
+) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
     page = context.new_page()
     serious = []
     with served(texts, *images) as address:
-        for view in ("run=0&view=tokens&from=2", "run=0&view=tokens&train=3&token=2", "run=1&view=images", "run=1&view=health", "run=1&view=map&open=3", "run=1&view=compare"):
+        for view in (
+            "run=0&view=tokens&from=2",
+            "run=0&view=tokens&train=3&token=2",
+            "run=1&view=images",
+            "run=1&view=health",
+            "run=1&view=map&open=3",
+            "run=1&view=compare",
+        ):
             page.goto(f"{address}#{view}")
             page.reload()
             page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
             found = Axe().run(page).response["violations"]
-            serious += [(view, one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary")) for one in found if one["impact"] in ("serious", "critical")]
+            serious += [
+                (view, one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary"))
+                for one in found
+                if one["impact"] in ("serious", "critical")
+            ]
     context.close()
     assert not serious, serious
 
@@ -406,7 +439,13 @@ def test_no_serious_finding_of_an_accessibility_audit(texts: Path, images: tuple
 def test_nothing_is_wider_than_the_window(texts: Path, images: tuple[Path, Path], page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     with served(texts, *images) as address:
-        for view in ("run=0&view=tokens", "run=1&view=images", "run=1&view=health", "run=1&view=map", "run=1&view=compare"):
+        for view in (
+            "run=0&view=tokens",
+            "run=1&view=images",
+            "run=1&view=health",
+            "run=1&view=map",
+            "run=1&view=compare",
+        ):
             page.goto(f"{address}#{view}")
             page.reload()
             page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")

@@ -88,7 +88,12 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
     """The boxes of an SVG, against white mixed with blue or orange by hand."""
     command("report", place / "texts", "-o", tmp_path / "pair.svg", "-q", 1, "--train", 3, "--token", 2)
     values = jostle.load(place / "texts").token_influence(3, 1, normalize=True).posterior_correlation[:, 1]
-    every = np.concatenate([jostle.load(place / "texts").token_influence(k, 1, normalize=True).posterior_correlation[:, 1] for k in range(12)])
+    every = np.concatenate(
+        [
+            jostle.load(place / "texts").token_influence(k, 1, normalize=True).posterior_correlation[:, 1]
+            for k in range(12)
+        ]
+    )
     reach = np.quantile(np.abs(every), 0.995)
     expected = []
     for value in values:
@@ -96,7 +101,9 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
         expected.append(255 - (255 - target) * 0.62 * min(1, abs(value) / reach))
     found = [
         [int(colour[k : k + 2], 16) for k in (0, 2, 4)]
-        for colour in re.findall(r'<g id="patch_\d+">\s*<path[^>]*style="fill: #([0-9a-f]{6})"', (tmp_path / "pair.svg").read_text())
+        for colour in re.findall(
+            r'<g id="patch_\d+">\s*<path[^>]*style="fill: #([0-9a-f]{6})"', (tmp_path / "pair.svg").read_text()
+        )
     ]
     np.testing.assert_allclose(found[-len(expected) :], expected, atol=1.5)
 

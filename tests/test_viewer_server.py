@@ -39,7 +39,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path / "images",
         sizes={"train": 20, "query": 4},
         examples={"train": [{"label": k % 3} for k in range(20)], "query": [{"label": k} for k in range(4)]},
-        images={"train": np.arange(20 * 12, dtype=np.uint8).reshape(20, 2, 2, 3), "query": np.zeros((4, 2, 2, 3), np.uint8)},
+        images={
+            "train": np.arange(20 * 12, dtype=np.uint8).reshape(20, 2, 2, 3),
+            "query": np.zeros((4, 2, 2, 3), np.uint8),
+        },
     )
     baseline = Scores(values=np.random.default_rng(3).normal(size=(20, 4)).astype(np.float32), method="ekfac")
     baseline.save(path / "ekfac.safetensors")
@@ -98,7 +101,7 @@ def test_the_other_way_round_gives_the_same_numbers(place: Path, client: TestCli
 
 
 def test_errors_are_the_estimators(place: Path, client: TestClient) -> None:
-    columns, train = losses(place / "texts", "train")
+    _, train = losses(place / "texts", "train")
     of_query, query = losses(place / "texts", "query")
     reading = answers_for(place / "texts")._sources[0].read()
     wanted = [0, 17, 50]
@@ -116,7 +119,9 @@ def test_errors_are_the_estimators(place: Path, client: TestClient) -> None:
     # The error of a whole query is that of run.influence, up to the length of a batch.
     asked = {"run": 0, "set": "query", "sample": 0, "level": "example", "columns": "3"}
     whole = client.get("/api/errors", params=asked).json()["errors"][0]
-    assert whole == pytest.approx(jostle.load(place / "texts").influence(normalize=True, standard_error=True).standard_error[3, 0], rel=0.6)
+    assert whole == pytest.approx(
+        jostle.load(place / "texts").influence(normalize=True, standard_error=True).standard_error[3, 0], rel=0.6
+    )
 
 
 def test_images_are_their_bytes(client: TestClient) -> None:
@@ -195,7 +200,7 @@ def test_a_run_that_is_still_sampling(tmp_path: Path) -> None:
     described = client.get("/api/runs").json()["runs"][0]
     assert (described["status"], described["chains"], described["draws"]) == ("sampling", 2, 25)
     _, train = losses_so_far(run, "train")
-    of_query, query = losses_so_far(run, "query")
+    _, query = losses_so_far(run, "query")
     found = numbers(client, "influence", run=0, set="query", sample=0, **{"from": 1})
     np.testing.assert_allclose(found[12:], naive(query[:, :, 0], train), atol=2e-5)
     told = client.get("/api/health", params={"run": 0}).json()
@@ -248,7 +253,9 @@ def newer_version(run: Path) -> None:
 
 
 def damage_chunk(run: Path) -> None:
-    chunk = next(path for path in (run / "traces.zarr/train/losses").rglob("*") if path.is_file() and path.suffix != ".json")
+    chunk = next(
+        path for path in (run / "traces.zarr/train/losses").rglob("*") if path.is_file() and path.suffix != ".json"
+    )
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 0xFF
     chunk.write_bytes(content)
@@ -380,7 +387,18 @@ def test_other_addresses_have_a_token_and_taken_ports_are_named(monkeypatch: pyt
     taken.close()
 
 
-PATHS = ["/etc/passwd", "../../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "%2e%2e/manifest.json", "....//manifest.json", "server.py", "../server.py", "..\\server.py", "app.js%00.html", "%00"]
+PATHS = [
+    "/etc/passwd",
+    "../../../../etc/passwd",
+    "..%2f..%2fetc%2fpasswd",
+    "%2e%2e/manifest.json",
+    "....//manifest.json",
+    "server.py",
+    "../server.py",
+    "..\\server.py",
+    "app.js%00.html",
+    "%00",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -393,7 +411,26 @@ def test_no_path_is_read_that_a_request_names(client: TestClient, path: str) -> 
 
 QUESTIONS = ["runs", "examples", "images", "influence", "errors", "health", "compare"]
 VALUES = st.one_of(
-    st.sampled_from(["0", "1", "2", "3", "-1", "999999999999", "1e3", "train", "query", "token", "٣", "0,1,2", "", "nan", "null", "a" * 5000]),
+    st.sampled_from(
+        [
+            "0",
+            "1",
+            "2",
+            "3",
+            "-1",
+            "999999999999",
+            "1e3",
+            "train",
+            "query",
+            "token",
+            "٣",
+            "0,1,2",
+            "",
+            "nan",
+            "null",
+            "a" * 5000,
+        ]
+    ),
     st.text(max_size=30),
     st.integers(-(2**70), 2**70).map(str),
 )
@@ -404,7 +441,10 @@ NAMES = st.one_of(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(question=st.one_of(st.sampled_from(QUESTIONS), st.text(max_size=12)), parameters=st.dictionaries(NAMES, VALUES, max_size=6))
+@given(
+    question=st.one_of(st.sampled_from(QUESTIONS), st.text(max_size=12)),
+    parameters=st.dictionaries(NAMES, VALUES, max_size=6),
+)
 def test_no_question_breaks_the_server(client: TestClient, question: str, parameters: dict[str, str]) -> None:
     path = quote(question, safe="", errors="surrogatepass").replace("%2E", ".")
     response = client.get(f"/api/{path}", params={quote(name): value for name, value in parameters.items()})
@@ -415,7 +455,11 @@ def test_no_question_breaks_the_server(client: TestClient, question: str, parame
 
 def test_texts_of_any_kind_are_json(tmp_path: Path) -> None:
     shown = words([9] * 12, 0)
-    shown[0] |= {"text": "</script><script>alert(1)</script>", "nan": float("nan"), "deep": {"a": [1, None, {"b": float("inf")}]}}
+    shown[0] |= {
+        "text": "</script><script>alert(1)</script>",
+        "nan": float("nan"),
+        "deep": {"a": [1, None, {"b": float("inf")}]},
+    }
     run = token_run(tmp_path / "run")
     (run / "examples/train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in shown))
     client = TestClient(server.make_app(answers_for(run)), base_url=LOCAL)

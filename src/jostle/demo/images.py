@@ -233,6 +233,8 @@ def _report(
         f"Picture: {picture}",
         f"Run:     {run.directory}",
         "",
+        f"Look at it:  jostle view {run.directory}",
+        "",
         "Go on in Python (a score is minus the posterior correlation: negative helps):",
         "    import jostle",
         f"    scores = jostle.load({str(run.directory)!r}).influence(normalize=True)",

@@ -140,7 +140,7 @@ def _drawn(token: str) -> str:
 def _draw_images(
     reading: Reading, path: Path, query: int, train: Sequence[int], by_example: np.ndarray, k: int
 ) -> None:
-    """The paper's figure: the query, and its most helpful and most harmful training images (or those that are named)."""
+    """The paper's figure: the query, and its most helpful and most harmful training images, or those that are named."""
     from matplotlib.figure import Figure
 
     if reading.images["train"] is None or reading.images["query"] is None:
@@ -151,7 +151,11 @@ def _draw_images(
             fix="write an .html report, or pass examples= to attribute",
         )
     order = np.argsort(-by_example, kind="stable")
-    rows = [("", list(train))] if train else [("most helpful", order[:k].tolist()), ("most harmful", order[::-1][:k].tolist())]
+    rows = (
+        [("", list(train))]
+        if train
+        else [("most helpful", order[:k].tolist()), ("most harmful", order[::-1][:k].tolist())]
+    )
     wide = max(len(row) for _, row in rows)
     figure = Figure(figsize=(0.85 * (wide + 1.3), 1.15 * len(rows) + 0.25), layout="constrained")
     panels = figure.subplots(len(rows), wide + 1, squeeze=False)

@@ -132,7 +132,8 @@ class RunSource:
             self._seen.append((written, steps))
         # What was seen to be done while looking on; before that, what was done since the sampling was prepared.
         first = self._seen[0] if len(self._seen) > 1 else ((self.path / "manifest.json").stat().st_mtime, 0)
-        rate = (steps - first[1]) / max(written - first[0], 1e-3)
+        # A directory that was copied has lost its times, and tells nothing about them.
+        rate = (steps - first[1]) / (written - first[0]) if written - first[0] > 0.5 else 0.0
         rests = now - written > LAST_WRITTEN
         left = (total - steps) / rate - (now - written) if rate > 0 and not rests else None
         return {

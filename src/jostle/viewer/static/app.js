@@ -1,7 +1,7 @@
 // The frame around the views: which run, which view, and an address that says exactly what is shown.
 
 import { ask, isReport, start } from "jostle/api.js";
-import { choice, element } from "jostle/dom.js";
+import { choice, element, plural } from "jostle/dom.js";
 import { CompareView } from "jostle/compare.js";
 import { HealthView } from "jostle/health.js";
 import { ImagesView } from "jostle/images.js";
@@ -202,7 +202,7 @@ class App {
     );
     parts.push(element("nav", { "aria-label": "Views" }, tabs));
     if (run.status && run.status !== "complete") {
-      parts.push(element("span", { class: "badge sampling" }, `still sampling: ${run.draws} draws of ${run.chains} chains`));
+      parts.push(element("span", { class: "badge sampling" }, `still sampling: ${plural(run.draws, "draw")} of ${plural(run.chains, "chain")}`));
     }
     const copy = element("button", { type: "button", class: "plain", onclick: () => this.copyLink(copy) }, "Copy link");
     parts.push(

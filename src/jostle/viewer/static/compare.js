@@ -3,7 +3,7 @@
 import { ask } from "jostle/api.js";
 import { choice, element, excerpt, svg } from "jostle/dom.js";
 import { Plot } from "jostle/draw.js";
-import { named } from "jostle/images.js";
+import { named, pictures } from "jostle/images.js";
 import { comparable, methodName } from "jostle/runs.js";
 
 export class CompareView {
@@ -46,7 +46,8 @@ export class CompareView {
     if (!ranks) plot.level(0, { class: "axis" }).upright(0, { class: "axis" });
     const fact = (name, value, about) => [element("dt", {}, name), element("dd", {}, element("b", {}, value), element("span", { class: "quiet" }, ` ${about}`))];
     const rank = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
-    const opened = byIndex.get(Number(state.open));
+    const opened = state.open === undefined ? undefined : byIndex.get(Number(state.open));
+    const draw = opened ? await pictures(this.app.exampleRun(), "train", [opened.index]).catch(() => null) : null;
     this.element.replaceChildren(
       bar,
       element(
@@ -65,8 +66,8 @@ export class CompareView {
             fact("Harmful", `${found.harmful_in_common} of ${found.top}`, "most harmful in common"),
             fact("Spearman", rank(found.median_spearman), `median of ${found.queries} queries`),
           ),
-          opened && state.open !== undefined
-            ? element("div", { class: "opened" }, element("h3", {}, `train ${opened.index}`), element("p", { class: "text" }, opened.text ?? named(opened)))
+          opened
+            ? element("div", { class: "opened" }, element("h3", {}, `train ${opened.index}`), draw?.(opened.index, `training image ${opened.index}`), element("p", { class: "text" }, opened.text ?? named(opened)))
             : element("p", { class: "quiet" }, "Click a point to see the example."),
         ),
       ),

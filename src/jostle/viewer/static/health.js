@@ -65,7 +65,7 @@ function verdict({ diagnostics, progress: now }) {
   );
 }
 
-function plots({ curves, diagnostics, settings: { thin } }) {
+function plots({ curves, diagnostics, progress: now, settings: { thin } }) {
   if (!curves) return [];
   const figures = [];
   const chains = curves.mean_loss;
@@ -88,7 +88,7 @@ function plots({ curves, diagnostics, settings: { thin } }) {
       "p",
       { class: "keys" },
       chains.flatMap((_, chain) => (chain % step ? [] : [
-        element("span", { class: "key" }, element("span", { class: "swatch", style: `background: var(--chain-${(chain / step) % 8 | 0})` }), `chain ${chain}${curves.chains.includes(chain) ? "" : " (not used)"}`),
+        element("span", { class: "key" }, element("span", { class: "swatch", style: `background: var(--chain-${(chain / step) % 8 | 0})` }), `chain ${chain}${curves.chains.includes(chain) ? "" : now ? " (not used yet)" : " (not used)"}`),
       ])),
       element("span", { class: "key" }, element("span", { class: "swatch dotted" }), `at w*: ${compact(curves.center_loss)}`),
     ),

@@ -140,7 +140,10 @@ export class TokensView {
     await this.load();
     const selection = (this.selected = this.selection(state));
     const key = JSON.stringify(selection);
-    if (key !== this.element.dataset.selection) this.limit = SHOWN_TOKENS;
+    if (key !== this.element.dataset.selection) {
+      this.limit = SHOWN_TOKENS;
+      this.hideTip();
+    }
     this.mark();
     this.renderQuery();
     if (!this.answers.has(key)) {
@@ -435,13 +438,15 @@ export class TokensView {
     const coloured = this.selected.set === "query" ? "train" : "query";
     if (token.set_ !== coloured) return this.hideTip();
     this.told = token;
+    const selected = JSON.stringify(this.selected);
+    const changed = () => this.told !== token || JSON.stringify(this.selected) !== selected;
     const value = this.byToken[token.column];
     this.ranks ??= new Ranks(this.byToken);
     const rank = `rank ${this.ranks.of(value).toLocaleString("en")} of ${plural(this.byToken.length, "token")}`;
     const name = token.textContent.trim() || "␣";
-    const say = (error) => {
+    const say = (error, ...from) => {
       const number = `${signed(value, 4)}${error}`;
-      this.tip.replaceChildren(element("b", {}, name), ` ${number}`, element("br"), rank);
+      this.tip.replaceChildren(element("b", {}, name), ` ${number}`, element("br"), rank, ...from);
       this.tip.hidden = false;
       const box = token.getBoundingClientRect();
       const own = this.tip.getBoundingClientRect();
@@ -451,11 +456,11 @@ export class TokensView {
     };
     say("");
     await new Promise((resolve) => setTimeout(resolve, 60));
-    if (this.told !== token) return;
+    if (changed()) return;
     const answer = await this.errors("token", [token.column]).catch(() => null);
-    if (this.told !== token || !answer?.errors) return;
-    say(` ± ${answer.errors[0].toFixed(4)}`);
-    this.tip.append(element("br"), `error from ${answer.degrees_of_freedom + 1} batches of draws`);
+    if (changed() || !answer?.errors) return;
+    const batches = `error from ${answer.degrees_of_freedom + 1} batches of draws`;
+    say(` ± ${answer.errors[0].toFixed(4)}`, element("br"), batches);
   }
 
   key(event) {
