@@ -70,14 +70,12 @@ def main() -> None:
             started = time.perf_counter()
             answers.influence({"run": "0", "set": "query", "sample": "0", "from": str(position)})
             server.append(time.perf_counter() - started)
-        started = time.perf_counter()
         asked = {"run": "0", "set": "query", "sample": "0", "from": "3", "level": "token", "columns": "777"}
-        answers.errors(asked)  # measures the length of a batch, once
         started = time.perf_counter()
         answers.errors(asked)
         error = time.perf_counter() - started
         del answers
-        with sync_playwright() as playwright, served(run) as address:
+        with sync_playwright() as playwright, served(run, warm=True) as address:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             started = time.perf_counter()
@@ -93,7 +91,7 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),
         "seconds": {
             "reading the traces, once": round(reading, 2),
-            "opening the page": round(opening, 2),
+            "opening the page, traces read": round(opening, 2),
             "one token, server": _spread(server),
             "one token, click to colour": _spread(clicks),
             "one standard error, server": round(error, 4),

@@ -111,11 +111,14 @@ def answers_for(*paths: Path) -> Answers:
 
 
 @contextlib.contextmanager
-def served(*paths: Path, token: str | None = None) -> Iterator[str]:
+def served(*paths: Path, warm: bool = False) -> Iterator[str]:
     """The page of some runs, at an address of this machine."""
+    answers = answers_for(*paths)
+    if warm:
+        answers.warm()
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(answers_for(*paths), token=token), log_level="error", lifespan="off")
+    config = uvicorn.Config(make_app(answers), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

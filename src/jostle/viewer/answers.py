@@ -231,6 +231,7 @@ class Answers:
                 if isinstance(reading, Reading) and reading.has_traces:
                     reading.table("train", tokens=reading.columns("train").per_token)
                     reading.table("query", tokens=reading.columns("query").per_token)
+                    _ = reading.batch_length
 
     def _source(self, parameters: Parameters, name: str = "run") -> Source:
         number = _number(parameters, name)

@@ -169,7 +169,7 @@ export class TokensView {
     if (this.refocus) {
       const node = this.refocus();
       this.refocus = null;
-      node?.focus({ preventScroll: true });
+      if (document.activeElement !== node) node?.focus({ preventScroll: true });
     }
   }
 
@@ -201,9 +201,14 @@ export class TokensView {
     this.mark();
     const roving = scored.find((token) => token.position === this.selected.from) ?? scored[0];
     for (const token of scored) token.tabIndex = token === roving ? 0 : -1;
+    this.chosen ??= element("b");
+    this.chosen.textContent = this.describe();
+    this.whole ??= element("button", { type: "button", class: "plain", onclick: () => this.app.go({ from: null, to: null }) }, "Whole completion");
+    this.whole.disabled = this.selected.from === undefined;
+    // The same query with another token stays where it is, and keeps the focus.
+    if (box.parentNode === this.queryPane) return;
     const options = queries.examples.map((example) => [example.index, `${example.index}: ${excerpt(example, 48)}`]);
     const step = (by) => () => this.step(by);
-    const whole = this.selected.from === undefined;
     const parts = [
       element(
         "div",
@@ -214,11 +219,11 @@ export class TokensView {
       ),
       fields(queries.examples[place]),
       box,
-      element("p", { class: "chosen" }, "Chosen: ", element("b", {}, this.describe())),
+      element("p", { class: "chosen" }, "Chosen: ", this.chosen),
       element(
         "div",
         { class: "bar" },
-        element("button", { type: "button", class: "plain", disabled: whole, onclick: () => this.app.go({ from: null, to: null }) }, "Whole completion"),
+        this.whole,
         element("span", { class: "quiet" }, "Click a token, drag over several, or use ← →."),
       ),
     ];
