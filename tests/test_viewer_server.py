@@ -24,6 +24,7 @@ from jostle.chains import write_tensors
 from jostle.errors import InputError
 from jostle.estimate import covariance
 from jostle.scores import Scores
+from jostle.traces import Traces
 from jostle.viewer import server
 from jostle.viewer.reading import _rectangle
 from viewing import answers_for, token_run, words, write_run
@@ -149,8 +150,6 @@ def test_comparison_with_another_method(place: Path, client: TestClient) -> None
 def test_the_map_keeps_what_moves_together_together(tmp_path: Path) -> None:
     """Two groups with a random walk each: in both layouts a point's nearest neighbour is of its own group."""
     run = write_run(tmp_path / "run", sizes={"train": 40, "query": 2}, draws=80)
-    from jostle.traces import Traces
-
     traces = Traces(run / "traces.zarr", writable=True)
     generator = np.random.default_rng(0)
     walks = generator.normal(size=(3, 80, 2))
@@ -211,8 +210,6 @@ def test_a_run_that_is_still_sampling(tmp_path: Path) -> None:
     assert told["diagnostics"]["chains"] == 2
     assert told["diagnostics"]["draws"] == 25
     # More is written: it is read anew.
-    from jostle.traces import Traces
-
     traces = Traces(run / "traces.zarr", writable=True)
     for name in ("train", "query"):
         traces.record(name, [2], 4, np.asarray(traces.losses(name)[0:1, 4:25]) + 0.01)
@@ -223,8 +220,6 @@ def test_a_run_that_is_still_sampling(tmp_path: Path) -> None:
 
 
 def losses_so_far(run: Path, name: str) -> tuple[Any, np.ndarray]:
-    from jostle.traces import Traces
-
     traces = Traces(run / "traces.zarr")
     return traces.columns(name), np.asarray(traces.losses(name)[:2, :25]).astype(np.float64)
 
@@ -467,3 +462,60 @@ def test_texts_of_any_kind_are_json(tmp_path: Path) -> None:
     response = client.get("/api/examples", params={"set": "train"})
     assert response.headers["content-type"] == "application/json"
     assert response.json()["examples"][0]["fields"]["deep"] == {"a": [1, None, {"b": None}]}
+
+
+# --- runs of other kinds ---
+
+
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+def test_runs_without_tokens_or_texts(tmp_path: Path, keep: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(8, 3, generator=generator), torch.arange(8) % 2
+    run = jostle.attribute(
+        torch.nn.Linear(3, 2), (inputs, labels), (inputs[:3], labels[:3]), sampler=jostle.SGLD(step_size=1e-2),
+        posterior=jostle.Posterior(n_beta=8, localization=10), chains=2, draws=20, out=tmp_path / "run", progress=False,
+        keep=keep,
+    )  # fmt: skip
+    client = TestClient(server.make_app(answers_for(run.directory)), base_url=LOCAL)
+    expected = run.influence(normalize=True).posterior_correlation
+    np.testing.assert_allclose(numbers(client, "influence", set="query", sample=1), expected[:, 1], atol=2e-6)
+    np.testing.assert_allclose(numbers(client, "influence", set="train", sample=5), expected[5], atol=2e-6)
+    assert len(client.get("/api/examples", params={"set": "train"}).json()["examples"]) == 8
+    told = client.get("/api/health").json()["diagnostics"]["verdict"]
+    assert told == run.diagnostics()["verdict"]
+    errors = client.get("/api/errors", params={"set": "query", "columns": "2"}).json()["errors"]
+    assert (errors is None) == (keep == "covariance")
+    assert client.get("/api/map").status_code == (409 if keep == "covariance" else 200)
+
+
+def test_observables_stand_for_queries(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(8, 3, generator=generator), torch.arange(8) % 2
+    run = jostle.attribute(
+        torch.nn.Linear(3, 2), (inputs, labels), observables={"bias": lambda model: model.bias}, chains=2, draws=20,
+        sampler=jostle.SGLD(step_size=1e-2), posterior=jostle.Posterior(n_beta=8, localization=10),
+        out=tmp_path / "run", progress=False,
+    )  # fmt: skip
+    client = TestClient(server.make_app(answers_for(run.directory)), base_url=LOCAL)
+    shown = client.get("/api/examples", params={"set": "query"}).json()["examples"]
+    assert [one["fields"]["label"] for one in shown] == ["bias[0]", "bias[1]"]
+    expected = run.influence(normalize=True, on="bias").posterior_correlation
+    np.testing.assert_allclose(numbers(client, "influence", set="query", sample=1), expected[:, 1], atol=2e-6)
+
+
+def test_a_failed_chain_is_left_out_and_named(tmp_path: Path) -> None:
+    run = token_run(tmp_path / "run")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["failed_chains"] = [{"chain": 1, "step": 33, "reason": "a loss left the finite numbers"}]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    Traces(run / "traces.zarr", writable=True).record(
+        "train", [1], 14, np.full((1, 26, losses(run, "train")[0].total), np.nan, np.float32)
+    )
+    client = TestClient(server.make_app(answers_for(run)), base_url=LOCAL)
+    found = numbers(client, "influence", set="query", sample=0)
+    expected = jostle.load(run).influence(normalize=True).posterior_correlation[:, 0]
+    np.testing.assert_allclose(found[:12], expected, atol=2e-6)
+    told = client.get("/api/health").json()
+    assert told["diagnostics"]["failed_chains"][0]["chain"] == 1
+    assert told["curves"]["chains"] == [0, 2]
+    assert told["curves"]["mean_loss"][1][20] is None
