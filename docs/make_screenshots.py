@@ -46,7 +46,7 @@ SHOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "images": (("digits", "ekfac.safetensors"), "view=images&query=0", ("wide-light", "narrow-dark")),
     "health": (("digits",), "view=health", ("wide-light", "narrow-light")),
     "compare": (("digits", "ekfac.safetensors"), "view=compare&query=0", ("wide-light",)),
-    "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65&by=token", ("wide-light",)),
+    "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65", ("wide-light",)),
     "stories-health": (("stories",), "view=health", ()),
     "stories-map": (("stories",), "view=map&colour=topic", ("wide-light",)),
 }
@@ -120,7 +120,7 @@ def photograph(browser: Browser, address: str, view: str, size: tuple[int, int],
     )
     page = context.new_page()
     page.goto(f"{address}#{view}")
-    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=300_000)
+    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=60_000)
     if "view=tokens" in view and size[0] > 1000:
         page.locator(".train-pane .card").first.locator(".token.helps").first.hover()
         page.wait_for_selector(".tip:has-text('batches')")
