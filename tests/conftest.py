@@ -1,9 +1,9 @@
-"""``pytest tests/test_ground_truth.py --record FILE`` writes the numbers that those tests judge."""
+"""``pytest tests/test_ground_truth.py --record FILE`` writes the numbers that those tests judge; and a browser."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,34 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
         kept.setdefault(request.node.name, {}).update({name: float(f"{value:.4g}") for name, value in numbers.items()})
 
     return keep
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, for all tests of a file."""
+    from playwright.sync_api import sync_playwright
+
+    from viewing import CHROMIUM
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that has no complaint of its own at the end."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    yield opened
+    context.close()
+    # The last hover may still have asked when the server was gone.
+    complaints = [text for text in complaints if "ERR_CONNECTION_REFUSED" not in text]
+    assert not complaints, complaints
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

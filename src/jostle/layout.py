@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from jaxtyping import UInt8
 from torch import Tensor
 
 from jostle._version import __version__
@@ -137,6 +138,7 @@ def create_run(
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
+    images = {name: _images(name, shown) for name, shown in examples.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,8 +153,12 @@ def create_run(
         (directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         for name, shown in examples.items():
             (directory / "examples").mkdir(exist_ok=True)
-            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in shown]
+            words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
+            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
             (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+            pixels = images[name]
+            if pixels is not None:
+                np.save(directory / "examples" / f"{name}.images.npy", pixels)
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
@@ -171,6 +177,35 @@ def create_run(
     except Exception:
         _clear(directory)
         raise
+
+
+def _images(name: str, shown: Sequence[Mapping[str, Any]]) -> UInt8[np.ndarray, "sample height width channel"] | None:
+    """The ``image`` of every example, as bytes: of 0 to 255, of 0 to 1, or of whatever range they have."""
+    if not shown or not all("image" in example for example in shown):
+        return None
+    arrays = [np.asarray(example["image"]) for example in shown]
+    shapes = sorted({array.shape for array in arrays})
+    first = shapes[0]
+    if len(shapes) > 1 or len(first) not in (2, 3) or (len(first) == 3 and not {first[0], first[2]} & {1, 3}):
+        raise InputError(
+            "examples",
+            got=f"images of {name} of shape {' and '.join(map(str, shapes[:3]))}",
+            expected="one shape: (height, width), or with 1 or 3 channels first or last",
+        )
+    images = np.stack(arrays)
+    if len(first) == 2:
+        images = images[..., None]
+    elif first[2] not in (1, 3):
+        images = np.moveaxis(images, 1, -1)
+    if images.dtype != np.uint8:
+        images = np.nan_to_num(images.astype(np.float32))
+        low, high = min(0.0, float(images.min())), float(images.max())
+        # 0 to 1 and 0 to 255 mean what they usually do; anything else (standardized channels) is stretched.
+        if low < 0 or high > 255:
+            images = (images - low) / max(high - low, 1e-12)
+            high = 1.0
+        images = (images * (255 if high <= 1 else 1)).round().astype(np.uint8)
+    return images
 
 
 def _plain(value: Any) -> Any:

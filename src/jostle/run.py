@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from jaxtyping import UInt8
 
 from jostle import plots
 from jostle.chains import load_sums, read_tensors
@@ -23,6 +24,8 @@ from jostle.estimate import (
 )
 from jostle.scores import Scores
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
+from jostle.viewer.reading import RunSource
+from jostle.viewer.report import Inline, write_report
 
 Reduction = Literal["mean", "sum"]
 
@@ -107,6 +110,11 @@ class Run:
         """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
         path = self.directory / "examples" / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
+        """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""
+        path = self.directory / "examples" / f"{name}.images.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
 
     def influence(
         self,
@@ -242,6 +250,13 @@ class Run:
         if plot is not None:
             plots.draw(found, sample, config, Path(plot))
         return found
+
+    def show(self, query: int = 0, *, k: int = 10, height: int = 640) -> Inline:
+        """Show a query in a notebook: its text or image, and the ``k`` training examples that helped and harmed most.
+
+        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network.
+        """
+        return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
 
     def _require_chains(self) -> None:
         if len(self._healthy_chains()) == 0:
