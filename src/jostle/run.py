@@ -95,6 +95,11 @@ class Run:
         return [failure["chain"] for failure in self.manifest["failed_chains"]]
 
     @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that estimates use: those that did not fail, nor, in an antithetic pair, their mirror image."""
+        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
+
+    @property
     def traces(self) -> Traces:
         """The recorded losses."""
         if self.config["keep"] != "traces":
@@ -239,12 +244,12 @@ class Run:
                     expected="a run that kept its traces",
                     fix="sample with keep='traces'",
                 )
-            if len(self._healthy_chains()) == 0:
+            if len(self.healthy_chains) == 0:
                 return diagnose(self.config, self.manifest, None)
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             center, _ = read_tensors(self.directory / "center.safetensors")
             return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
-        sample = read_sample(self.traces, self._healthy_chains(), mirrored=self.antithetic)
+        sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
         config = self.config | {"draws": self.draws}
         found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
         if plot is not None:
@@ -259,15 +264,12 @@ class Run:
         return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
 
     def _require_chains(self) -> None:
-        if len(self._healthy_chains()) == 0:
+        if len(self.healthy_chains) == 0:
             raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
-
-    def _healthy_chains(self) -> np.ndarray:
-        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
 
     def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
         """The covariance of two traces, or of their odd or even parts."""
-        chains = self._healthy_chains()
+        chains = self.healthy_chains
         if part is None:
             return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):

@@ -119,8 +119,8 @@ def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, bank: 
     except _RefusedError as error:
         return Cell(settings, str(directory), str(error))
     found = run.diagnostics()
-    healthy = np.setdiff1d(np.arange(run.config["chains"]), run.failed_chains)
-    sample = read_sample(run.traces, healthy)
+    healthy = run.healthy_chains
+    sample = read_sample(run.traces, healthy, mirrored=run.antithetic)
     every = math.ceil(sample.mean_loss.shape[1] / SHOWN_DRAWS)
     shown = {"mean_loss": sample.mean_loss[:, ::every], "center_loss": sample.center_loss}
     lost = len(run.failed_chains)

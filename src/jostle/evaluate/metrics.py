@@ -254,7 +254,7 @@ def mislabel_detection(
 def self_influence(run: Run, *, normalize: bool = False) -> Float[np.ndarray, " train"]:
     """−Var(ℓᵢ) of every training example over the draws; divided by its mean loss over the draws if ``normalize``."""
     columns, losses = run.traces.columns("train"), run.traces.losses("train")
-    healthy = np.setdiff1d(np.arange(run.config["chains"]), run.failed_chains)
+    healthy = run.healthy_chains
     values = np.asarray(losses)[healthy].astype(np.float64)
     if columns.per_token:
         values = np.stack([values[:, :, columns.of(i)].mean(2) for i in range(columns.samples)], axis=2)

@@ -45,8 +45,18 @@ class Opened(Protocol):
     manifest: dict[str, Any]
 
     @property
-    def failed_chains(self) -> list[int]:
-        """The chains that failed."""
+    def draws(self) -> int:
+        """How many draws each chain has in the end; a run may stop before its bound."""
+        ...
+
+    @property
+    def antithetic(self) -> bool:
+        """Whether chains are mirrored pairs."""
+        ...
+
+    @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that estimates use."""
         ...
 
     @property
@@ -234,8 +244,7 @@ class Reading:
         self._tables: dict[tuple[str, bool], Standardized] = {}
         self._kept: dict[str, Any] = {}
         self.has_traces = run.config["keep"] == "traces"
-        chains, draws = int(run.config["chains"]), int(run.config["draws"])
-        healthy = np.setdiff1d(np.arange(chains), run.failed_chains)
+        chains, draws, healthy = int(run.config["chains"]), run.draws, run.healthy_chains
         if not self.has_traces:
             if not self.complete:
                 raise UnreadableError("a run without traces (keep='covariance') can be read when it is finished")
