@@ -125,17 +125,14 @@ def methods(
         seconds[name] = time.perf_counter() - started
 
     with tempfile.TemporaryDirectory() as directory:
-        for label, sampler, at in (
-            ("BIF", task.sampler, posterior),
-            (
-                "BIF without gradients",
-                jostle.Gaussian(),
-                jostle.Posterior(n_beta=0, localization=posterior.localization),
-            ),
+        blind = jostle.Posterior(n_beta=0, localization=posterior.localization)
+        for label, sampler, at, burn_in, thin in (
+            ("BIF", task.sampler, posterior, 200, 10),
+            ("BIF without gradients", jostle.Gaussian(), blind, 1, 1),  # every step is a new draw
         ):
             started = time.perf_counter()
             run = jostle.attribute(
-                model, train, query, posterior=at, sampler=sampler, chains=8, draws=draws, burn_in=200, thin=10,
+                model, train, query, posterior=at, sampler=sampler, chains=8, draws=draws, burn_in=burn_in, thin=thin,
                 batch_size=256, progress=False, out=Path(directory) / label,
             )  # fmt: skip
             for kind in ("covariance", "correlation"):
