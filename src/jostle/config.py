@@ -103,7 +103,12 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of the configuration."""
-        return fingerprint_text(json.dumps(self.to_dict(), sort_keys=True, default=str))
+        return fingerprint_settings(self.to_dict())
+
+
+def fingerprint_settings(settings: dict[str, Any]) -> str:
+    """Return a hash of a configuration as plain data, which is what ``config.yaml`` holds."""
+    return fingerprint_text(json.dumps(settings, sort_keys=True, default=str))
 
 
 def _fields(settings: Any) -> dict[str, Any]:

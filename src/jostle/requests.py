@@ -12,7 +12,7 @@ import yaml
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, PRESETS
-from jostle.run import Run
+from jostle.run import Run, read_config, read_manifest
 from jostle.samplers import (
     BAOAB,
     SGLD,
@@ -127,7 +127,31 @@ def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
     return replace(sampler, friction=request["friction"])
 
 
-def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
+def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of the run in a directory, with more chains or draws where these are asked for."""
+    manifest, there = read_manifest(out), read_config(out)
+    if "source" not in there:
+        raise InputError(
+            "run",
+            got=f"{out}, made from Python: its config.yaml names neither model nor data",
+            expected="a run that the command line made",
+            fix=f"call jostle.attribute again with the same arguments and out={str(out)!r}, and it goes on",
+        )
+    for name in ("chains", "draws"):
+        wanted = (changes or {}).get(name, there[name])
+        if wanted < there[name]:
+            raise InputError(name, got=f"{wanted} for {out}, which has {there[name]}", expected="more, in all")
+    flags = {name: value for name, value in (changes or {}).items() if value is not None}
+    return resolve({"device": manifest.get("device")} | flags, config=out / "config.yaml")
+
+
+def carry_out(
+    request: dict[str, Any],
+    out: Path,
+    *,
+    say: Callable[[str], None],
+    dry_run: Callable[[list[str]], None] | None = None,
+) -> Run:
     """Load what the request names, say what will move, and sample."""
     sampler = _sampler(request)
     task = _task(request)
@@ -153,6 +177,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         out=out,
         source=source,
         examples=task.examples,
+        dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in (*LATER, "compile") if name in request},
         **options,

@@ -38,8 +38,15 @@ def load(path: str | Path) -> Run:
             "run",
             got=f"{path}, which is not finished",
             expected="a complete run",
-            fix="call attribute again with the same arguments and out, and it goes on where it stood",
+            fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
         )
+    if run.config["keep"] == "traces":
+        for name in run.traces.arrays:
+            missing = run.traces.trace(name).missing_chunks(run.healthy_chains)
+            if missing:
+                raise InputError(
+                    "traces", got=f"no {missing[0]} in {path}", expected="a whole run", fix=f"see jostle check {path}"
+                )
     return run
 
 
@@ -53,7 +60,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
-        self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
+        self.config = read_config(directory)
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -90,6 +97,11 @@ class Run:
     def failed_chains(self) -> list[int]:
         """The chains that left the finite numbers; no estimate uses them."""
         return [failure["chain"] for failure in self.manifest["failed_chains"]]
+
+    @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that estimates use."""
+        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
 
     @property
     def traces(self) -> Traces:
@@ -231,12 +243,12 @@ class Run:
                     expected="a run that kept its traces",
                     fix="sample with keep='traces'",
                 )
-            if len(self._healthy_chains()) == 0:
+            if len(self.healthy_chains) == 0:
                 return diagnose(self.config, self.manifest, None)
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             center, _ = read_tensors(self.directory / "center.safetensors")
             return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
-        sample = read_sample(self.traces, self._healthy_chains(), mirrored=self.antithetic)
+        sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
         config = self.config | {"draws": self.draws}
         found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
         if plot is not None:
@@ -244,15 +256,12 @@ class Run:
         return found
 
     def _require_chains(self) -> None:
-        if len(self._healthy_chains()) == 0:
+        if len(self.healthy_chains) == 0:
             raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
-
-    def _healthy_chains(self) -> np.ndarray:
-        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
 
     def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
         """The covariance of two traces, or of their odd or even parts."""
-        chains = self._healthy_chains()
+        chains = self.healthy_chains
         if part is None:
             return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
@@ -299,8 +308,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read a run's manifest: status, fingerprints, versions."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("run", got=f"no readable manifest.json in {directory}", expected="a run directory") from error
+    if not isinstance(manifest, dict):
+        raise InputError("run", got=f"a manifest.json in {directory} that is no object", expected="a run directory")
     if manifest.get("format") != FORMAT:
         raise InputError(
             "run",
@@ -308,4 +319,38 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             expected=f"format {FORMAT}",
             fix="read it with the version of Jostle that wrote it",
         )
+    _check_manifest(manifest, directory)
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
+    """Refuse a manifest that lacks what everybody reads of it."""
+    failed = manifest.get("failed_chains")
+    well = (
+        isinstance(manifest.get("status"), str)
+        and isinstance(manifest.get("fingerprints"), dict)
+        and isinstance(manifest.get("draws"), int)
+        and isinstance(manifest.get("jostle"), str)
+        and isinstance(manifest.get("remarks"), list)
+        and "scale" in manifest
+        and isinstance(seconds := manifest.get("seconds"), dict)
+        and isinstance(seconds.get("sampling"), int | float)
+        and isinstance(failed, list)
+        and all(isinstance(one, dict) and isinstance(one.get("chain"), int) for one in failed)
+    )
+    if not well:
+        raise InputError("run", got=f"a damaged manifest.json in {directory}", expected="it as Jostle wrote it")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration."""
+    try:
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        well = config["keep"] in ("traces", "covariance") and all(
+            isinstance(config[name], int) for name in ("chains", "draws", "burn_in", "thin")
+        )
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+        well = False
+    if not well:
+        raise InputError("run", got=f"no readable config.yaml in {directory}", expected="it as Jostle wrote it")
+    return config
