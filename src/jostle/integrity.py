@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from jostle.chains import load_sums, read_tensors
-from jostle.config import fingerprint_settings
 from jostle.errors import InputError
-from jostle.run import Run, read_config, read_manifest
+from jostle.run import Run, check_config, read_config, read_manifest
 from jostle.traces import Traces
 
 Kind = Literal["damaged", "unfinished", "failed chain"]
@@ -53,7 +52,7 @@ def examine(directory: Path) -> list[Finding]:
     manifest, config = attempt(read_manifest, directory), attempt(read_config, directory)
     if manifest is None or config is None:
         return findings
-    attempt(_check_config, config, manifest)
+    attempt(check_config, config, manifest)
     complete = manifest["status"] == "complete"
     if not complete:
         findings.append(Finding("unfinished", f"status {manifest['status']}; jostle resume {directory} goes on"))
@@ -72,19 +71,12 @@ def examine(directory: Path) -> list[Finding]:
     for path in sorted((directory / "state").glob("*.safetensors")):
         attempt(_check_tensors, path)
     for path in sorted((directory / "examples").glob("*.jsonl")):
-        attempt(_check_examples, path, center)
+        attempt(_check_examples, path)
     return findings
 
 
 def _damaged(what: str, got: str, expected: str) -> InputError:
     return InputError(what, got=got, expected=expected)
-
-
-def _check_config(config: dict[str, Any], manifest: dict[str, Any]) -> None:
-    found = fingerprint_settings({name: value for name, value in config.items() if name != "source"})
-    expected = manifest["fingerprints"].get("config")
-    if found != expected:
-        raise _damaged("config.yaml", f"fingerprint {found}", f"{expected}, as the manifest has it")
 
 
 def _check_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -140,7 +132,7 @@ def _check_sums(path: Path, config: dict[str, Any], manifest: dict[str, Any]) ->
         raise _damaged(path.name, f"chains {sorted(finished)}", f"{sorted(expected)}")
 
 
-def _check_examples(path: Path, center: dict[str, torch.Tensor] | None) -> None:
+def _check_examples(path: Path) -> None:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except ValueError as error:

@@ -29,7 +29,7 @@ from jostle.config import Config
 from jostle.errors import InputError, StorageError
 from jostle.execution import Execution
 from jostle.observing import Observer
-from jostle.run import FORMAT, read_config, read_manifest
+from jostle.run import FORMAT, manifest_checksum, read_config, read_manifest
 from jostle.stopping import next_round
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
@@ -299,4 +299,4 @@ def thin_of(directory: Path) -> int:
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Replace a run's manifest, whole or not at all."""
-    _replace(directory / "manifest.json", json.dumps(manifest, indent=2))
+    _replace(directory / "manifest.json", json.dumps(manifest | {"checksum": manifest_checksum(manifest)}, indent=2))

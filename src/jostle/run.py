@@ -12,6 +12,7 @@ import yaml
 
 from jostle import plots
 from jostle.chains import load_sums, read_tensors
+from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.estimate import (
@@ -40,6 +41,7 @@ def load(path: str | Path) -> Run:
             expected="a complete run",
             fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
         )
+    check_config(run.config, run.manifest)
     if run.config["keep"] == "traces":
         for name in run.traces.arrays:
             missing = run.traces.trace(name).missing_chunks(run.healthy_chains)
@@ -323,6 +325,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return a hash of a manifest, which is kept in it."""
+    return fingerprint_settings({name: value for name, value in manifest.items() if name != "checksum"})
+
+
+def check_config(config: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Refuse a ``config.yaml`` that is not the one that the run was made with."""
+    found = fingerprint_settings({name: value for name, value in config.items() if name != "source"})
+    expected = manifest["fingerprints"].get("config")
+    if found != expected:
+        raise InputError("config.yaml", got=f"fingerprint {found}", expected=f"{expected}, as the manifest has it")
+
+
 def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
     """Refuse a manifest that lacks what everybody reads of it."""
     failed = manifest.get("failed_chains")
@@ -337,6 +352,7 @@ def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
         and isinstance(seconds.get("sampling"), int | float)
         and isinstance(failed, list)
         and all(isinstance(one, dict) and isinstance(one.get("chain"), int) for one in failed)
+        and manifest.get("checksum", manifest_checksum(manifest)) == manifest_checksum(manifest)
     )
     if not well:
         raise InputError("run", got=f"a damaged manifest.json in {directory}", expected="it as Jostle wrote it")
