@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import jostle
 import jostle.chains
+from conftest import Says
 from jostle import layout, planning
 from jostle.errors import StorageError
 from jostle.integrity import examine
@@ -125,10 +127,26 @@ def test_a_run_that_stops_by_itself_is_not_extended(tmp_path: Path) -> None:
         sample(tmp_path, draws=60, until={"ess": 10})
 
 
+# --- kills ---
+
+
+def test_kills_at_random_moments() -> None:
+    """Ten of the hundred of benchmarks/records/kills.json, with another seed."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kills", "--kills", "10", "--seed", "1"], cwd=root, capture_output=True,
+        text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["kills"], result["identical"]) == (10, 10)
+    assert sum(result["left by the kill"].values()) == 10
+
+
 # --- one writer ---
 
 
-def test_a_second_writer_is_told(tmp_path: Path) -> None:
+def test_a_second_writer_is_told(tmp_path: Path, says: Says) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def slow(model: nn.Module) -> Tensor:
@@ -140,8 +158,10 @@ def test_a_second_writer_is_told(tmp_path: Path) -> None:
     first = threading.Thread(target=lambda: sample(tmp_path / "run", observables={"slow": slow}))
     first.start()
     assert inside.wait(60)
-    with pytest.raises(jostle.InputError, match=r"^out: got .*/run, which another process is writing to, expected one"):
+    message = r"^out: got .*/run, which another process is writing to, expected one"
+    with pytest.raises(jostle.InputError, match=message) as caught:
         sample(tmp_path / "run")
+    says("a second writer", str(caught.value), 2)
     leave.set()
     first.join()
     assert jostle.load(tmp_path / "run").draws == 6
@@ -208,7 +228,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(name: str, whole: Path, tmp_path: Path) -> None:
+def test_damage_is_named(name: str, whole: Path, tmp_path: Path, says: Says) -> None:
     damage, found, read = DAMAGE[name]
     out = tmp_path / "run"
     shutil.copytree(whole, out)
@@ -218,6 +238,7 @@ def test_damage_is_named(name: str, whole: Path, tmp_path: Path) -> None:
     assert result.exit_code == 4
     assert len(result.stdout.splitlines()) >= 1
     assert re.search(f"^damaged: .*{found}", result.stdout, re.M), result.stdout
+    says("a run with damage: " + name, result.stdout.splitlines()[0], result.exit_code)
     if read:  # what a score is read from does not give one
         with pytest.raises(jostle.InputError, match=read):
             jostle.load(out).influence()
@@ -297,7 +318,7 @@ FULL_DISK = """
 @pytest.mark.parametrize(
     ("kind", "message"), [("full", "no space left in"), ("read-only", "which cannot be written to")]
 )
-def test_a_disk_that_fails(kind: str, message: str, tmp_path: Path) -> None:
+def test_a_disk_that_fails(kind: str, message: str, tmp_path: Path, says: Says) -> None:
     """A real file system of 1 MB, in a namespace of its own."""
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec "$@"'
     probe = ["unshare", "-rm", "sh", "-c", mount, "sh"]
@@ -311,11 +332,14 @@ def test_a_disk_that_fails(kind: str, message: str, tmp_path: Path) -> None:
     said, result = done.stdout.splitlines()
     assert message in said
     assert ("what was recorded is kept" in said) == (kind == "full")
+    says(f"a disk that becomes {kind}", said, 74 if kind == "full" else 2)
     assert result == "True 4"
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT", "EROFS"])
-def test_a_disk_that_fails_in_the_writer_thread(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_in_the_writer_thread(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     import errno
 
     from jostle.traces import Traces
@@ -332,13 +356,13 @@ def test_a_disk_that_fails_in_the_writer_thread(number: str, tmp_path: Path, mon
     monkeypatch.setattr(Traces, "record", faulty)
     with pytest.raises(StorageError, match=r"^out: got .* in .*; what was recorded is kept: .* goes on$") as caught:
         sample(tmp_path, checkpoint_seconds=0.0, chains_at_once=1)
-    assert "\n" not in str(caught.value)
+    says(f"{number} amid a run", str(caught.value), 74)
     assert [finding.kind for finding in examine(tmp_path)] == ["unfinished"]
     np.testing.assert_array_equal(losses(sample(tmp_path, chains_at_once=1)), losses(sample(chains_at_once=1)))
 
 
 @pytest.mark.parametrize("keep", ["traces", "covariance"])
-def test_a_directory_that_vanishes(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_vanishes(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     observe = jostle.chains.Dynamics.observe
 
     def vanishing(self: Any, group: Any, *others: Any) -> Any:
@@ -347,8 +371,9 @@ def test_a_directory_that_vanishes(keep: str, tmp_path: Path, monkeypatch: pytes
         return observe(self, group, *others)
 
     monkeypatch.setattr(jostle.chains.Dynamics, "observe", vanishing)
-    with pytest.raises(StorageError, match=r"^out: got .*"):
+    with pytest.raises(StorageError, match=r"^out: got .*") as caught:
         sample(tmp_path / "run", keep=keep)
+    says(f"a directory that vanishes (keep {keep})", str(caught.value), 74)
     assert not (tmp_path / "run").exists()  # nothing is made there that looks like a run
 
 
@@ -366,7 +391,7 @@ class Unreliable:
         return X[index], Y[index]
 
 
-def test_data_that_can_no_longer_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_can_no_longer_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     monkeypatch.setattr("jostle.data.KEPT_IN_MEMORY", 0)
     data, observe, count = Unreliable(), jostle.chains.Dynamics.observe, 0
 
@@ -379,8 +404,9 @@ def test_data_that_can_no_longer_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(jostle.chains.Dynamics, "observe", breaking)
     settings: dict[str, Any] = {"train": data, "chains_at_once": 1, "checkpoint_seconds": 0.0}
     message = r"^train: got example 7, which cannot be read \(FileNotFoundError: .*7.png.*; mend it"
-    with pytest.raises(jostle.InputError, match=message):
+    with pytest.raises(jostle.InputError, match=message) as caught:
         sample(tmp_path, **settings)
+    says("an example that can no longer be read", str(caught.value), 2)
     assert [finding.kind for finding in examine(tmp_path)] == ["unfinished"]
     data.broken = False
     resumed = sample(tmp_path, **settings)
@@ -452,7 +478,9 @@ def test_the_plan_is_what_the_run_takes(task: str, tmp_path: Path) -> None:
     assert sum(arrays.losses(name)[:].nbytes for name in arrays.sets) == 960
 
 
-def test_plans_that_cannot_fit_are_refused(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_cannot_fit_are_refused(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
     def free(amount: int) -> Any:
         return lambda place: shutil._ntuple_diskusage(10**12, 0, amount)
 
@@ -462,6 +490,7 @@ def test_plans_that_cannot_fit_are_refused(task: str, tmp_path: Path, monkeypatc
     assert result.exit_code == 2
     assert "out: got a run of 992 bytes (traces 960 bytes, state of the chains 32 bytes) where 432" in result.stderr
     assert result.stderr.strip().endswith("5 draws of each chain would fit")
+    says("a run that does not fit on the disk", result.stderr.splitlines()[-1], 2)
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(planning.shutil, "disk_usage", free(1000))
     monkeypatch.setattr(planning, "free_memory", lambda device: 50)  # a chain takes 16 + 2 × 16 bytes
@@ -508,9 +537,10 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "neither --draws nor --chains" in jostle_command("extend", tmp_path / "run").stderr
 
 
-def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path) -> None:
+def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, says: Says) -> None:
     sample(tmp_path)
     result = jostle_command("resume", tmp_path)
     assert result.exit_code == 2
     assert "made from Python: its config.yaml names neither model nor data" in result.stderr
     assert "call jostle.attribute again with the same arguments and out=" in result.stderr
+    says("jostle resume of a run made from Python", result.stderr.splitlines()[-1], 2)

@@ -74,6 +74,8 @@ class Config:
             raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
 
     def _check_stopping(self) -> None:
+        if self.until is not None and not isinstance(self.until, Mapping):
+            raise InputError("until", got=repr(self.until), expected='{"ess": 400}, for one')
         for name, value in (self.until or {}).items():
             if name not in get_args(Criterion):
                 raise InputError("until", got=repr(name), expected=" or ".join(get_args(Criterion)))

@@ -64,8 +64,10 @@ def examine(directory: Path) -> list[Finding]:
         traces = attempt(Traces, directory / "traces.zarr")
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:
             attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, complete)
-        for name in () if traces is None or center is None else traces.sets:
-            attempt(_check_center, traces, name, center)
+        if traces is not None and center is not None:
+            attempt(_check_names, traces, center)
+            for name in traces.sets:
+                attempt(_check_center, traces, name, center)
     elif complete:
         attempt(_check_sums, directory / "covariance.safetensors", config, manifest)
     for path in sorted((directory / "state").glob("*.safetensors")):
@@ -112,6 +114,20 @@ def _check_trace(
         finite = np.isfinite(trace[int(chain)]).all(1)
         if not finite.all():
             raise _damaged(name, f"chain {chain}, draw {int(np.argmin(finite))}, not finite", "finite values")
+
+
+def _check_names(traces: Traces, center: dict[str, torch.Tensor]) -> None:
+    """Everything that was evaluated at w* and is observed has a trace."""
+    prefixes = {"loss on ": "{}/losses", "observable ": "observables/{}"}
+    wanted = [
+        path.format(name.removeprefix(prefix))
+        for name in center
+        for prefix, path in prefixes.items()
+        if name.startswith(prefix)
+    ]
+    missing = sorted(set(wanted) - set(traces.arrays))
+    if missing:
+        raise _damaged("traces", f"no {', '.join(missing)}", "a trace of everything that is observed")
 
 
 def _check_center(traces: Traces, name: str, center: dict[str, torch.Tensor]) -> None:

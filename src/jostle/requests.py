@@ -41,6 +41,13 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 RULES = (SGLD, RMSpropSGLD, LeimkuhlerMatthews, OrnsteinUhlenbeck, BAOAB, SGNHT, Gaussian)
 SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
 NAMES_SHOWN = 4
+KINDS: dict[str, tuple[type, ...]] = {
+    "weights": (str, list),
+    "sampler": (dict,),
+    "max_length": (int,),
+    **dict.fromkeys(("model", "train", "query", "sampling", "task"), (str,)),
+}
+"""What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
 
@@ -68,6 +75,8 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
 def _thin(word: Any) -> int | Literal["auto"]:
     if word == "auto":
         return "auto"
+    if not isinstance(word, str):
+        return word
     try:
         return int(word)
     except ValueError as error:
@@ -85,20 +94,26 @@ def _criterion(word: str) -> tuple[str, float]:
 
 def _from_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         posterior, sampler = config["posterior"], config["sampler"]
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
         # What came later than some runs, or is not part of every rule.
         settings |= {name: config[name] for name in LATER if config.get(name) is not None}
         settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
-        settings |= {"sampler": sampler, **config["source"]}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        settings |= {"sampler": sampler} | {
+            name: config["source"][name] for name in SOURCES if name in config["source"]
+        }
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             "config",
             got=f"{path}, which lacks what repeats a run ({type(error).__name__}: {str(error).splitlines()[0]})",
             expected="the config.yaml of a run that the command line made",
         ) from error
+    for name, kinds in KINDS.items():
+        if name in settings and not isinstance(settings[name], kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise InputError("config", got=f"{name} {settings[name]!r} in {path}", expected=f"a {expected}")
     return settings
 
 
@@ -109,7 +124,11 @@ def _sampler(request: dict[str, Any]) -> Sampler:
         settings = {name: value for name, value in chosen.items() if name != "name"}
         if "step_size" in settings:
             settings["step_size"] = step_size
-        return _with_friction(by_name[chosen["name"]](**settings), request)
+        try:
+            rule = by_name[chosen["name"]](**settings)
+        except (KeyError, TypeError) as error:
+            raise InputError("sampler", got=f"{chosen} in a config", expected="a rule and its settings") from error
+        return _with_friction(rule, request)
     if chosen not in SAMPLERS:
         raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
     return _with_friction(Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size), request)

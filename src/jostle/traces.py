@@ -69,13 +69,22 @@ class Columns:
 
 
 class Traces:
-    """The traces of one run, on disk."""
+    """The traces of one run, on disk.
+
+    Attributes:
+        sets: the observed sets.
+        observables: the names of the other observables.
+    """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self._path = path
         try:
             self._root = zarr.open_group(path, mode="r+" if writable else "r", zarr_format=3)
-        except (ValueError, OSError, KeyError, TypeError) as error:
+            self.sets = tuple(name for name in ("train", "query") if name in self._root)
+            self.observables: tuple[str, ...] = ()
+            if "observables" in self._root:
+                self.observables = tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
+        except Exception as error:  # damaged metadata fails in many ways
             raise InputError(
                 "traces", got=f"nothing readable at {path}", expected="a traces.zarr made by Jostle"
             ) from error
@@ -122,18 +131,6 @@ class Traces:
             for name, size in observables.items():
                 _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
         return cls(path, writable=True)
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The observed sets."""
-        return tuple(name for name in ("train", "query") if name in self._root)
-
-    @property
-    def observables(self) -> tuple[str, ...]:
-        """The names of the other observables."""
-        if "observables" not in self._root:
-            return ()
-        return tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
 
     def columns(self, name: str) -> Columns:
         """Return what the columns of a set are."""
@@ -237,7 +234,7 @@ class Traces:
     def _array(self, path: str) -> zarr.Array:
         try:
             return cast(zarr.Array, self._root[path])
-        except (ValueError, OSError, KeyError, TypeError) as error:
+        except Exception as error:  # damaged metadata fails in many ways
             raise InputError("traces", got=f"no readable {path} in {self._path}", expected="a whole store") from error
 
     def _read(self, path: str) -> np.ndarray:
