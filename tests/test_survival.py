@@ -371,7 +371,7 @@ def test_a_directory_that_vanishes(keep: str, tmp_path: Path, monkeypatch: pytes
         return observe(self, group, *others)
 
     monkeypatch.setattr(jostle.chains.Dynamics, "observe", vanishing)
-    with pytest.raises(StorageError, match=r"^out: got .*") as caught:
+    with pytest.raises(StorageError, match=r"^out: got .*; no run is there: see that") as caught:
         sample(tmp_path / "run", keep=keep)
     says(f"a directory that vanishes (keep {keep})", str(caught.value), 74)
     assert not (tmp_path / "run").exists()  # nothing is made there that looks like a run
@@ -504,6 +504,22 @@ def test_plans_that_cannot_fit_are_refused(
 
 
 # --- the commands ---
+
+
+def test_a_full_disk_has_an_exit_code_of_its_own(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jostle.traces import Traces
+
+    def full(self: Traces, *arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    command = ["run", tmp_path / "run", "--task", task, *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(Traces, "record", full)
+        result = jostle_command(*command)
+    assert result.exit_code == 74
+    assert result.stderr.splitlines()[-1].startswith("jostle: out: got no space left in ")
+    assert jostle_command("resume", tmp_path / "run").exit_code == 0
+    assert jostle_command("check", tmp_path / "run").exit_code == 0
 
 
 def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

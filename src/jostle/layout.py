@@ -91,9 +91,10 @@ def writing(directory: Path) -> Iterator[None]:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
         reason = "no space left" if full else getattr(error, "strerror", None) or str(error).partition("\n")[0]
         fix = "make room" if full else "see that it can be written to"
-        raise StorageError(
-            f"out: got {reason} in {directory}; what was recorded is kept: {fix}, and the same command or call goes on"
-        ) from error
+        kept = (directory / "manifest.json").exists()
+        then = f"what was recorded is kept: {fix}, and the same command or call goes on"
+        gone = f"no run is there: {fix}, and begin again"
+        raise StorageError(f"out: got {reason} in {directory}; {then if kept else gone}") from error
 
 
 def _difference(directory: Path, name: str, settings: dict[str, Any]) -> str:
