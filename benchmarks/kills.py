@@ -28,7 +28,8 @@ from jostle.integrity import examine
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 4, generator=GENERATOR), torch.arange(24) % 3
-SHORT, LONG = {"chains": 2, "draws": 8}, {"chains": 3, "draws": 14}
+SHORT: dict[str, Any] = {"chains": 2, "draws": 8}
+LONG: dict[str, Any] = {"chains": 3, "draws": 14}
 
 
 def sample(out: Path, *, checkpoint_seconds: float, extend: bool) -> None:

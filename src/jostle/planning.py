@@ -75,6 +75,7 @@ class Plan:
         steps = self.burn_in + (self.draws - 1) * thin
         rounds = -(-self.chains // self.chains_at_once)
         seconds = rounds * (steps * step_seconds + self.draws * observation_seconds)
+        repeated = f", {rounds} times" if rounds > 1 else ""
         chosen = "" if self.thin else f" (a pilot will choose thin; here it is {thin})"
         most = "at most " if self.at_least_draws < self.draws else ""
         free = "" if self.memory_free is None else f", {_size(self.memory_free)} free"
@@ -86,7 +87,7 @@ class Plan:
             f"of the chains, {_size(self.disk_free)} free",
             f"scores              {_size(self.score_bytes)} when asked for",
             f"time                {most}about {_duration(seconds)}: {steps:,} steps of {1e3 * step_seconds:.3g} ms and "
-            f"{self.draws:,} observations of {1e3 * observation_seconds:.3g} ms, {rounds} times{chosen}",
+            f"{self.draws:,} observations of {1e3 * observation_seconds:.3g} ms{repeated}{chosen}",
         ]
 
 

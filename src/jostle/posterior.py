@@ -39,7 +39,7 @@ class Posterior:
 
     def __post_init__(self) -> None:
         for name in ("n_beta", "localization", "prior_precision"):
-            value = getattr(self, name)
+            value: float = getattr(self, name)
             if not (isinstance(value, numbers.Real) and 0 <= value <= sys.float_info.max):
                 raise InputError(name, got=repr(value), expected="a finite number that is not negative")
         if self.n_beta == self.localization == self.prior_precision == 0:

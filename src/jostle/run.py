@@ -360,6 +360,7 @@ def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a run's configuration."""
+    config: dict[str, Any] = {}
     try:
         config = yaml.safe_load((directory / "config.yaml").read_text())
         well = config["keep"] in ("traces", "covariance") and all(

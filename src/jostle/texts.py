@@ -196,7 +196,7 @@ def _check(record: Record, name: str) -> None:
     elif kind == "messages":
         empty = not content["messages"]
     else:
-        present = ", ".join(map(repr, content)) or "nothing"
+        present = " ".join(", ".join(content).split()) or "nothing"
         raise InputError(
             name,
             got=f"{record.origin} with the fields {present}",
