@@ -123,8 +123,11 @@ def test_sums_take_more_chains_but_not_more_draws(tmp_path: Path) -> None:
 
 def test_a_run_that_stops_by_itself_is_not_extended(tmp_path: Path) -> None:
     sample(tmp_path, draws=30, until={"ess": 10})
+    assert not (tmp_path / "state").exists()
     with pytest.raises(jostle.InputError, match=r"draws 30 there, 60 now"):
         sample(tmp_path, draws=60, until={"ess": 10})
+    with pytest.raises(jostle.InputError, match=r"chains 2 there, 4 now"):
+        sample(tmp_path, draws=30, chains=4, until={"ess": 10})
 
 
 # --- kills ---

@@ -158,7 +158,7 @@ def _extends(config: Config, manifest: dict[str, Any]) -> bool:
     if there is None or config.chains < there["chains"] or config.draws < there["draws"]:
         return False
     # A run that stops by itself stops where its rounds end, and sums do not remember which draws are in them.
-    if config.draws > there["draws"] and (config.stops_early or config.keep == "covariance"):
+    if config.stops_early or (config.draws > there["draws"] and config.keep == "covariance"):
         return False
     return dataclasses.replace(config, **there).fingerprint() == manifest["fingerprints"]["config"]
 
@@ -182,12 +182,14 @@ def go_on(directory: Path, config: Config, source: Mapping[str, Any] | None, man
     write_manifest(directory, manifest)
 
 
-def finish_run(directory: Path, manifest: dict[str, Any]) -> None:
-    """Say that a run is complete; keep where its chains stand if that is small."""
+def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> None:
+    """Say that a run is complete; keep where its chains stand if that is small, and of use to whoever extends it."""
     manifest["status"] = "complete"
     write_manifest(directory, manifest)
-    if sum(path.stat().st_size for path in (directory / "state").glob("*")) > KEPT_STATE_BYTES:
-        shutil.rmtree(directory / "state")
+    extensible = config.keep == "traces" and not config.stops_early
+    size = sum(path.stat().st_size for path in (directory / "state").glob("*"))
+    if not extensible or size > KEPT_STATE_BYTES:
+        shutil.rmtree(directory / "state", ignore_errors=True)
 
 
 def _write_config(directory: Path, config: Config, source: Mapping[str, Any] | None) -> None:

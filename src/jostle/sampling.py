@@ -268,7 +268,7 @@ def attribute(
                         f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
                     ) from error
                 manifest["seconds"]["preparing"] = prepared_in
-                finish_run(directory, manifest)
+                finish_run(directory, config, manifest)
     run = Run(directory)
     _tell(run)
     return run
