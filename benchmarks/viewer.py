@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from tests.viewing import CHROMIUM, answers_for, served, words, write_run
 
 from benchmarks.environment import write_record
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from viewing import CHROMIUM, answers_for, served, words, write_run
 
 RECORD = Path(__file__).parent / "records" / "viewer.json"
 LENGTH, CHAINS, CLICKS = 125, 4, 24

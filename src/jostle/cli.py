@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from jostle._version import __version__
-from jostle.errors import ChainsFailedError, InputError, JostleWarning
+from jostle.errors import ChainsFailedError, InputError, JostleWarning, StorageError
 
 if TYPE_CHECKING:
     from jostle.run import Run
@@ -27,6 +27,10 @@ class ExitCode(IntEnum):
 
     BAD_INPUT = 2
     CHAIN_FAILED = 3
+    DAMAGED = 4
+    """What `jostle check` found."""
+    STORAGE = 74
+    """EX_IOERR of sysexits.h: once the disk is well, the same command goes on."""
     INTERRUPTED = 75
     """EX_TEMPFAIL of sysexits.h: the same command, given again, goes on."""
 
@@ -42,6 +46,8 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
             except InputError as error:
                 raise _failure(str(error), ExitCode.BAD_INPUT) from error
+            except StorageError as error:
+                raise _failure(str(error), ExitCode.STORAGE) from error
             except ChainsFailedError as error:
                 raise _failure(str(error), ExitCode.CHAIN_FAILED) from error
             except KeyboardInterrupt as error:
@@ -199,6 +205,7 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
+        ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
         ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
     )
@@ -275,12 +282,16 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
+    ] = False,
 ) -> None:
     r"""Sample around a checkpoint and record every token's loss.
 
     Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
-    The same command, given again, goes on where it was interrupted.
+    The same command, given again, goes on where it was interrupted; with larger [bold]--draws[/] or
+    [bold]--chains[/], it adds to what is there.
     """
     given = _given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import requests
@@ -293,7 +304,90 @@ def run(
     loaded = None
     if auto and not begun:
         request, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
-    finished = requests.carry_out(request, out, say=_say, task=loaded)
+    _carry_out(request, out, task=loaded, dry_run=dry_run)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle resume runs/a", "after Ctrl-C, a crash, a full disk, or a preempted job (exit code 75)"),
+        ("jostle resume runs/a --device cpu", "elsewhere; the model must come to the same numbers there"),
+    )
+)
+def resume(
+    out: _Out,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the run began.")] = None,
+) -> None:
+    """Go on with a run that was interrupted, to the same numbers as if it had not been.
+
+    Model, data and settings are those of its [bold]config.yaml[/]. A finished run is only read.
+    """
+    from jostle import requests
+
+    _carry_out(requests.of_run(out, {"device": device} if device else None), out)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle extend runs/a --draws 400", "400 draws of each chain in all; those that are there stay"),
+        ("jostle extend runs/a --chains 8", "8 chains in all"),
+    )
+)
+def extend(
+    out: _Out,
+    draws: Annotated[int | None, typer.Option(metavar="T", min=1, help="Draws of each chain, in all.")] = None,
+    chains: Annotated[int | None, typer.Option(metavar="C", min=1, help="Chains, in all.")] = None,
+) -> None:
+    """Add draws or chains to a run, to the same numbers as if it had had them from the start.
+
+    If it is interrupted, [bold]jostle resume[/] goes on.
+    """
+    from jostle import requests
+
+    changes = {name: value for name, value in (("draws", draws), ("chains", chains)) if value is not None}
+    if not changes:
+        raise InputError("extend", got="neither --draws nor --chains", expected="one of them")
+    _carry_out(requests.of_run(out, changes), out)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle check runs/a", "one line for each finding; exit code 0 where all is well"),
+        ("jostle check runs/a && jostle top runs/a", "for a script: 4 damaged, 75 unfinished, 3 a chain failed"),
+    )
+)
+def check(out: _Out) -> None:
+    """Read every byte of a run, and say what is damaged, missing or unfinished.
+
+    Fingerprints, checksums, shapes, finite values and status. Model and data are
+    not looked at: [bold]jostle resume[/] compares those.
+    """
+    from jostle.integrity import examine
+
+    findings = examine(out)
+    for finding in findings:
+        typer.echo(" ".join(str(finding).splitlines()))
+    kinds = {finding.kind for finding in findings}
+    if not kinds:
+        typer.echo(f"{out}: whole")
+    codes = {
+        "damaged": ExitCode.DAMAGED,
+        "unfinished": ExitCode.INTERRUPTED,
+        "failed chain": ExitCode.CHAIN_FAILED,
+    }
+    for kind, code in codes.items():
+        if kind in kinds:
+            raise typer.Exit(code)
+
+
+def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run: bool = False) -> None:
+    """Sample, and end with a verdict."""
+    from jostle import requests
+
+    def show_plan(lines: list[str]) -> None:
+        typer.echo("\n".join(lines))
+        raise typer.Exit
+
+    finished = requests.carry_out(request, out, say=_say, task=task, dry_run=show_plan if dry_run else None)
     from rich.console import Console
 
     from jostle.terminal import print_summary
@@ -304,7 +398,7 @@ def run(
     _finish(finished)
 
 
-_NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa")
+_NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
 
 
 @app.command(
@@ -317,7 +411,7 @@ _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa")
         ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
     )
 )
-@_with_flags_of(run, without=("out", "auto"))
+@_with_flags_of(run, without=("out", "auto", "dry_run"))
 def calibrate(
     file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
     rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE.removeprefix("With --auto: "))] = None,
@@ -361,7 +455,7 @@ _Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or mor
         ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),
     )
 )
-@_with_flags_of(run, without=("auto", "rise", "kappa"))
+@_with_flags_of(run, without=("auto", "rise", "kappa", "dry_run"))
 def sweep(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where runs and figures go.", show_default=False)],
     n_beta: _Values = None,

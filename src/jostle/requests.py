@@ -14,7 +14,7 @@ from jostle.config import Config, describe
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, PRESETS
-from jostle.run import Run
+from jostle.run import Run, read_config, read_manifest
 from jostle.samplers import (
     BAOAB,
     SGLD,
@@ -43,6 +43,13 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 RULES = (SGLD, RMSpropSGLD, LeimkuhlerMatthews, OrnsteinUhlenbeck, BAOAB, SGNHT, Gaussian)
 SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
 NAMES_SHOWN = 4
+KINDS: dict[str, tuple[type, ...]] = {
+    "weights": (str, list),
+    "sampler": (dict,),
+    "max_length": (int,),
+    **dict.fromkeys(("model", "train", "query", "sampling", "task"), (str,)),
+}
+"""What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
 
@@ -70,6 +77,8 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
 def _thin(word: Any) -> int | Literal["auto"]:
     if word == "auto":
         return "auto"
+    if not isinstance(word, str):
+        return word
     try:
         return int(word)
     except ValueError as error:
@@ -87,20 +96,26 @@ def _criterion(word: str) -> tuple[str, float]:
 
 def _from_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         posterior, sampler = config["posterior"], config["sampler"]
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
         # What came later than some runs, or is not part of every rule.
         settings |= {name: config[name] for name in LATER if config.get(name) is not None}
         settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
-        settings |= {"sampler": sampler, **config["source"]}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        settings |= {"sampler": sampler} | {
+            name: config["source"][name] for name in SOURCES if name in config["source"]
+        }
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             "config",
             got=f"{path}, which lacks what repeats a run ({type(error).__name__}: {str(error).splitlines()[0]})",
             expected="the config.yaml of a run that the command line made",
         ) from error
+    for name, kinds in KINDS.items():
+        if name in settings and not isinstance(settings[name], kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise InputError("config", got=f"{name} {settings[name]!r} in {path}", expected=f"a {expected}")
     return settings
 
 
@@ -112,7 +127,11 @@ def sampler_of(request: Mapping[str, Any]) -> Sampler:
         settings = {name: value for name, value in chosen.items() if name != "name"}
         if "step_size" in settings:
             settings["step_size"] = step_size
-        return _with_friction(by_name[chosen["name"]](**settings), request)
+        try:
+            rule = by_name[chosen["name"]](**settings)
+        except (KeyError, TypeError) as error:
+            raise InputError("sampler", got=f"{chosen} in a config", expected="a rule and its settings") from error
+        return _with_friction(rule, request)
     if chosen not in SAMPLERS:
         raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
     return _with_friction(Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size), request)
@@ -128,6 +147,24 @@ def _with_friction(sampler: Sampler, request: Mapping[str, Any]) -> Sampler:
             expected="--sampler baoab or sgnht",
         )
     return replace(sampler, friction=request["friction"])
+
+
+def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of the run in a directory, with more chains or draws where these are asked for."""
+    manifest, there = read_manifest(out), read_config(out)
+    if "source" not in there:
+        raise InputError(
+            "run",
+            got=f"{out}, made from Python: its config.yaml names neither model nor data",
+            expected="a run that the command line made",
+            fix=f"call jostle.attribute again with the same arguments and out={str(out)!r}, and it goes on",
+        )
+    for name in ("chains", "draws"):
+        wanted = (changes or {}).get(name, there[name])
+        if wanted < there[name]:
+            raise InputError(name, got=f"{wanted} for {out}, which has {there[name]}", expected="more, in all")
+    flags = {name: value for name, value in (changes or {}).items() if value is not None}
+    return resolve({"device": manifest.get("device")} | flags, config=out / "config.yaml")
 
 
 def calibrated(
@@ -191,7 +228,14 @@ def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
     return config.to_dict() | {"source": source_of(request)}
 
 
-def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None], task: Task | None = None) -> Run:
+def carry_out(
+    request: dict[str, Any],
+    out: Path,
+    *,
+    say: Callable[[str], None],
+    task: Task | None = None,
+    dry_run: Callable[[list[str]], None] | None = None,
+) -> Run:
     """Load what the request names, if it is not loaded yet, say what will move, and sample."""
     sampler = sampler_of(request)
     task = task or task_of(request)
@@ -211,6 +255,7 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None],
         out=out,
         source=source_of(request),
         examples=task.examples,
+        dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in (*LATER, "compile") if name in request},
         **options,

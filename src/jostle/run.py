@@ -13,6 +13,7 @@ from jaxtyping import UInt8
 
 from jostle import plots
 from jostle.chains import load_sums, read_tensors
+from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.estimate import (
@@ -41,8 +42,16 @@ def load(path: str | Path) -> Run:
             "run",
             got=f"{path}, which is not finished",
             expected="a complete run",
-            fix="call attribute again with the same arguments and out, and it goes on where it stood",
+            fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
         )
+    check_config(run.config, run.manifest)
+    if run.config["keep"] == "traces":
+        for name in run.traces.arrays:
+            missing = run.traces.trace(name).missing_chunks(run.healthy_chains)
+            if missing:
+                raise InputError(
+                    "traces", got=f"no {missing[0]} in {path}", expected="a whole run", fix=f"see jostle check {path}"
+                )
     return run
 
 
@@ -56,7 +65,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
-        self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
+        self.config = read_config(directory)
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -316,8 +325,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read a run's manifest: status, fingerprints, versions."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("run", got=f"no readable manifest.json in {directory}", expected="a run directory") from error
+    if not isinstance(manifest, dict):
+        raise InputError("run", got=f"a manifest.json in {directory} that is no object", expected="a run directory")
     if manifest.get("format") != FORMAT:
         raise InputError(
             "run",
@@ -325,4 +336,53 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             expected=f"format {FORMAT}",
             fix="read it with the version of Jostle that wrote it",
         )
+    _check_manifest(manifest, directory)
     return manifest
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return a hash of a manifest, which is kept in it."""
+    return fingerprint_settings({name: value for name, value in manifest.items() if name != "checksum"})
+
+
+def check_config(config: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Refuse a ``config.yaml`` that is not the one that the run was made with."""
+    found = fingerprint_settings({name: value for name, value in config.items() if name != "source"})
+    expected = manifest["fingerprints"].get("config")
+    if found != expected:
+        raise InputError("config.yaml", got=f"fingerprint {found}", expected=f"{expected}, as the manifest has it")
+
+
+def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
+    """Refuse a manifest that lacks what everybody reads of it."""
+    failed = manifest.get("failed_chains")
+    well = (
+        isinstance(manifest.get("status"), str)
+        and isinstance(manifest.get("fingerprints"), dict)
+        and isinstance(manifest.get("draws"), int)
+        and isinstance(manifest.get("jostle"), str)
+        and isinstance(manifest.get("remarks"), list)
+        and "scale" in manifest
+        and isinstance(seconds := manifest.get("seconds"), dict)
+        and isinstance(seconds.get("sampling"), int | float)
+        and isinstance(failed, list)
+        and all(isinstance(one, dict) and isinstance(one.get("chain"), int) for one in failed)
+        and manifest.get("checksum", manifest_checksum(manifest)) == manifest_checksum(manifest)
+    )
+    if not well:
+        raise InputError("run", got=f"a damaged manifest.json in {directory}", expected="it as Jostle wrote it")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration."""
+    config: dict[str, Any] = {}
+    try:
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        well = config["keep"] in ("traces", "covariance") and all(
+            isinstance(config[name], int) for name in ("chains", "draws", "burn_in", "thin")
+        )
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+        well = False
+    if not well:
+        raise InputError("run", got=f"no readable config.yaml in {directory}", expected="it as Jostle wrote it")
+    return config

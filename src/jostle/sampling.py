@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import shutil
 import signal
 import threading
 import time
@@ -33,10 +32,22 @@ from jostle.execution import Execution, choose
 from jostle.execution import prepare as make_ready
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
-from jostle.layout import create_run, execution_of, new_manifest, open_run, place_for, thin_of, write_manifest
+from jostle.layout import (
+    create_run,
+    execution_of,
+    finish_run,
+    go_on,
+    new_manifest,
+    open_run,
+    place_for,
+    thin_of,
+    write_manifest,
+    writing,
+)
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
+from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
 from jostle.run import Run, healthy_chains
@@ -81,12 +92,14 @@ def attribute(
     progress: bool = True,
     source: Mapping[str, Any] | None = None,
     examples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    dry_run: Callable[[list[str]], None] | None = None,
 ) -> Run:
     """Sample weights around a checkpoint, and record every example's loss at each draw.
 
     The model is left as it was: its own parameters are w*. Everything is evaluated in eval mode, so dropout is off and
     batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
-    where it stood; if it holds the finished one, that is returned.
+    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws,
+    these are kept and the rest is added.
 
     Args:
         model: the trained model, at w*, on the device where sampling is to run.
@@ -134,6 +147,8 @@ def attribute(
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
+        dry_run: is told the plan, a line for each part of it, after a few timed steps and before anything is written;
+            whoever wants no more than that raises from it.
 
     Returns:
         The finished run.
@@ -142,6 +157,7 @@ def attribute(
         InputError: something passed cannot be used. Nothing has been written then.
         ChainsFailedError: every chain left the finite numbers.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
+        StorageError: the directory cannot be written to; what was recorded is kept, and the same call goes on.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
     directory = place_for(out)
@@ -190,12 +206,20 @@ def attribute(
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
         prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
         fingerprints |= data.fingerprints()
+        plan = make_plan(config, prepared, directory, pilot=pilot)
+        plan.check()
+        if dry_run is not None:
+            dry_run(describe_plan(plan, prepared))
         prepared_in = time.perf_counter() - began
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
-        with _interruptible() as interrupted:
+        with _interruptible() as interrupted, writing(directory):
             known = {"config": config.fingerprint(), **fingerprints}
-            manifest = open_run(directory, known, config.to_dict(), prepared.at_center, in_place.tolerance)
+            manifest = open_run(directory, known, config, prepared.at_center, in_place.tolerance)
+            if manifest is not None and (
+                manifest["status"] != "complete" or manifest["fingerprints"]["config"] != known["config"]
+            ):
+                go_on(directory, config, source, manifest)
             if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
@@ -216,15 +240,14 @@ def attribute(
                             dynamics, probes, at_once=execution.chains_at_once, interrupted=interrupted
                         )
                         config = dynamics.config = dataclasses.replace(config, thin=thinning.thin)
-                    manifest = new_manifest({"config": config.fingerprint(), **fingerprints}, moving) | {
+                    manifest = new_manifest(fingerprints, config, moving) | {
                         # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
                         "execution": execution.to_dict(),
                         "thinning": thinning and dataclasses.asdict(thinning),
                     }
-                    settings = config.to_dict() | ({"source": dict(source)} if source else {})
                     create_run(
-                        directory, config, settings, manifest, prepared.observers, prepared.at_center, examples or {}
+                        directory, config, source, manifest, prepared.observers, prepared.at_center, examples or {}
                     )
                 try:
                     with _bar(progress, config, prepared.observers) as report:
@@ -245,9 +268,7 @@ def attribute(
                         f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
                     ) from error
                 manifest["seconds"]["preparing"] = prepared_in
-                manifest["status"] = "complete"
-                write_manifest(directory, manifest)
-                shutil.rmtree(directory / "state", ignore_errors=True)
+                finish_run(directory, config, manifest)
     run = Run(directory)
     _tell(run)
     return run
@@ -283,26 +304,35 @@ def _sample(
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
     before, started = manifest["seconds"]["sampling"], time.perf_counter()
-    remarks: list[str] = []
+    remarks: list[str] = list(manifest["remarks"])
+    whole = manifest.get("recorded", {"chains": 0, "draws": 0})
     while (draws := next_round(config, manifest["draws"], seconds=manifest["seconds"]["sampling"])) > manifest["draws"]:
         if traces is not None:
-            traces.extend(config.steps[:draws])
+            traces.extend(config.chains, config.steps[:draws])
         failed = {failure["chain"] for failure in manifest["failed_chains"]}
-        failures, remarks = run_chains(
-            dynamics,
-            recorder,
-            Checkpoints(directory / "state"),
-            chains=[chain for chain in range(config.chains) if chain not in failed],
-            at_once=at_once,
-            draws=draws,
-            checkpoint_seconds=checkpoint_seconds,
-            report=report,
-            interrupted=interrupted,
-        )
-        manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+        for chains, first_draw in (
+            (range(whole["chains"]), whole["draws"]),
+            (range(whole["chains"], config.chains), 0),
+        ):
+            if first_draw >= draws:
+                continue
+            failures, remarked = run_chains(
+                dynamics,
+                recorder,
+                Checkpoints(directory / "state"),
+                chains=[chain for chain in chains if chain not in failed],
+                at_once=at_once,
+                draws=draws,
+                first_draw=first_draw,
+                checkpoint_seconds=checkpoint_seconds,
+                report=report,
+                interrupted=interrupted,
+            )
+            manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+            failed |= {failure.chain for failure in failures}
+            remarks += remarked
         manifest["draws"] = draws
         manifest["seconds"]["sampling"] = before + time.perf_counter() - started
-        failed |= {failure.chain for failure in failures}
         healthy = healthy_chains(config.chains, failed, antithetic=config.antithetic)
         if not len(healthy):
             break
