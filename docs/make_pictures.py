@@ -1,13 +1,22 @@
-"""Make the pictures of `docs/diagnostics.md`: ``python docs/make_pictures.py`` (a minute; the extra ``plots``)."""
+"""Make the pictures of `docs/diagnostics.md` and of sweeps in `docs/calibration.md`: ``python docs/make_pictures.py``.
+
+It takes two minutes, and the extra ``plots``.
+"""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import jostle
+from jostle import requests
+from jostle.sweep import AGREEMENT, draw
+from jostle.sweep import sweep as sweep_cells
 
 IMAGES = Path(__file__).parent / "images"
 LOSS = jostle.losses.classification()
@@ -34,8 +43,32 @@ def trained() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     return model, (points, labels)
 
 
+def build() -> dict[str, Any]:
+    """Return the task of the sweep: a small network on the same clouds."""
+    _, (points, labels) = trained()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        optimizer.zero_grad()
+        LOSS(model, (points, labels)).mean().backward()
+        optimizer.step()
+    return {"model": model, "train": (points, labels), "query": (points[:20] + 0.1, labels[:20]), "loss": LOSS}
+
+
+def sweep() -> None:
+    """Draw a small grid: `jostle sweep OUT --task docs/make_pictures.py:build ...`."""
+    request = requests.resolve({"task": f"{__file__}:build", "draws": 60, "thin": 2})
+    axes = {"n_beta": [0, 30, 300, 3000], "localization": [10, 100, 1000], "step_size": [5e-3], "burn_in": [0]}
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "sweep"
+        (picture,) = draw(sweep_cells(request, axes, out), out, of=AGREEMENT)
+        shutil.copy(picture, IMAGES / "sweep.png")
+    print(IMAGES / "sweep.png")
+
+
 def main() -> None:
-    """Sample once as one should and once as one should not."""
+    """Sample once as one should and once as one should not; then a grid."""
     torch.set_num_threads(1)
     model, data = trained()
     queries = tuple(part[:30] for part in data)
@@ -57,6 +90,7 @@ def main() -> None:
         picture = IMAGES / f"diagnostics-{name}.png"
         found = run.diagnostics(plot=picture)
         print(f"{picture}: {found['verdict']['summary']}")
+    sweep()
 
 
 if __name__ == "__main__":

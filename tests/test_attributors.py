@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import jostle
 from architectures import tiny
-from jostle.attributors import ekfac, exact_influence, gradient_similarity
+from jostle.attributors import bm25, ekfac, exact_influence, gradient_similarity, trak
 
 
 def classifier() -> nn.Module:
@@ -127,3 +128,127 @@ def test_ekfac_without_kronfluence(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(jostle.InputError, match="pip install kronfluence"):
         ekfac(classifier(), examples(3, 0), examples(2, 1))
+
+
+def projection_by_hand(weights: int, dimension: int, seed: int) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (weights, dimension), generator=generator, dtype=torch.int8)
+    return (2.0 * signs.numpy() - 1) / np.sqrt(dimension)
+
+
+def trak_by_hand(models: list[nn.Module], train: Any, query: Any, dimension: int, seed: int) -> np.ndarray:
+    """Park et al.'s estimator with loops: margins, a kernel of projected gradients, and 1 − p."""
+    products, shares = [], []
+    for model in models:
+        parameters = list(model.parameters())
+        P = projection_by_hand(sum(p.numel() for p in parameters), dimension, seed)
+        features, missing = {}, {}
+        for name, (X, y) in (("train", train), ("query", query)):
+            rows, left = [], []
+            for x, label in zip(X, y, strict=True):
+                p = model(x[None]).softmax(1)[0, label]
+                margin = torch.log(p / (1 - p))
+                gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(margin, parameters)])
+                rows.append(P.T @ gradient.double().numpy())
+                left.append(1 - p.item())
+            features[name], missing[name] = np.array(rows), np.array(left)
+        kernel = np.linalg.inv(features["train"].T @ features["train"])
+        tau = features["train"] @ kernel @ features["query"].T  # of the margin: positive helps
+        products.append(-tau * missing["query"])  # of the loss: ∇ℓ = −(1 − p)∇f
+        shares.append(missing["train"])
+    return np.mean(products, axis=0) * np.mean(shares, axis=0)[:, None]
+
+
+@pytest.mark.parametrize("checkpoints", [1, 3])
+def test_trak_against_a_loop(checkpoints: int) -> None:
+    models = [classifier() for _ in range(checkpoints)]
+    for seed, model in enumerate(models):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    train, query = examples(40, 1), examples(7, 2)
+    found = trak(models if checkpoints > 1 else models[0], train, query, dimension=8, seed=3)
+    expected = trak_by_hand(models, train, query, 8, 3)
+    np.testing.assert_allclose(found.values, expected, rtol=2e-3, atol=2e-4 * np.abs(expected).max())
+    # The same however many gradients are held at once, and however the projection is cut.
+    few = trak(models, train, query, dimension=8, seed=3, buffer_bytes=1)
+    np.testing.assert_allclose(few.values, found.values, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+    own = trak(models[0], train, train, dimension=8).values
+    assert (np.diag(own) < 0).all()
+
+
+def test_trak_in_blocks_of_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, query = examples(30, 1), examples(5, 2)
+    whole = trak(classifier(), train, query, dimension=4).values
+    monkeypatch.setattr(sys.modules["jostle.attributors.trak"], "BLOCK_BYTES", 7 * 4 * 4)
+    np.testing.assert_allclose(trak(classifier(), train, query, dimension=4).values, whole, rtol=1e-3)
+
+
+def test_trak_of_sequences() -> None:
+    """Margins averaged over tokens, sequences of unequal lengths one at a time, by hand."""
+    model = tiny("gpt2")
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(1, 90, size=length).tolist() for length in (6, 9, 5, 7, 8, 4, 6, 9)]
+    found = trak(model, sequences, sequences[:3], loss=jostle.losses.next_token(), weights="attention", dimension=3)
+    parameters = [value for name, value in model.named_parameters() if ".attn." in name]
+    P = projection_by_hand(sum(p.numel() for p in parameters), 3, 0)
+    margins, losses, missing = [], [], []
+    for tokens in sequences:
+        ids = torch.tensor([tokens])
+        logits: Any = model(ids).logits
+        p = logits[0, :-1].softmax(1).gather(1, ids[0, 1:, None])[:, 0]
+        margins.append(torch.log(p / (1 - p)).mean())
+        losses.append(-torch.log(p).mean())
+        missing.append((1 - p).mean().item())
+    features = gradients_by_hand(model, margins, parameters) @ P
+    targets = gradients_by_hand(model, losses[:3], parameters) @ P
+    expected = features @ np.linalg.inv(features.T @ features) @ targets.T * np.array(missing)[:, None]
+    np.testing.assert_allclose(found.values, expected, rtol=5e-3, atol=1e-3 * np.abs(expected).max())
+
+
+def test_trak_refuses_what_it_cannot_invert_and_losses_without_a_margin() -> None:
+    with pytest.raises(jostle.InputError, match="lower dimension, or pass ridge"):
+        trak(classifier(), examples(5, 1), examples(2, 2), dimension=16)
+    assert np.isfinite(trak(classifier(), examples(5, 1), examples(2, 2), dimension=16, ridge=0.1).values).all()
+    with pytest.raises(jostle.InputError, match="of which TRAK knows the margin"):
+        trak(classifier(), examples(5, 1), examples(2, 2), loss=jostle.losses.regression())
+
+
+def test_bm25_against_a_loop() -> None:
+    generator = np.random.default_rng(0)
+    train = [generator.integers(0, 12, size=size).tolist() for size in (3, 9, 14, 5)]
+    query = [generator.integers(0, 14, size=size).tolist() for size in (4, 6)]
+    found = bm25(train, query).values
+    mean_length = np.mean([len(text) for text in train])
+    for i, text in enumerate(train):
+        for j, words in enumerate(query):
+            total = 0.0
+            for word in set(words):
+                holding = sum(word in other for other in train)
+                idf = np.log(1 + (len(train) - holding + 0.5) / (holding + 0.5))
+                frequency = text.count(word)
+                total += idf * frequency * 2.5 / (frequency + 1.5 * (0.25 + 0.75 * len(text) / mean_length))
+            assert found[i, j] == pytest.approx(-total)
+
+
+@kronfluence
+def test_ekfac_names_what_it_leaves_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+    found = ekfac(model, examples(20, 1), examples(4, 2), damping=None)
+    assert found.provenance["left_out"] == ["1.weight", "1.bias"]
+    assert found.provenance["layers"] == 2
+
+
+@kronfluence
+def test_ekfac_reuses_its_factors_for_another_damping(tmp_path: Path) -> None:
+    """As one factorization serves every damping, choosing one is cheap; the same factors give the same scores."""
+    model, train, query = classifier(), examples(60, 1), examples(4, 2)
+    once = ekfac(model, train, query, damping=1e-2, directory=tmp_path / "a")
+    other = ekfac(model, train, query, damping=10.0, directory=tmp_path / "a")
+    again = ekfac(model, train, query, damping=1e-2, directory=tmp_path / "a", seed=5)
+    np.testing.assert_array_equal(again.values, once.values)  # another seed of labels would show, were it fitted again
+    # With a damping beyond every eigenvalue it is the dot product of gradients.
+    dots = gradient_similarity(model, train, query).values
+    assert np.corrcoef(other.values.ravel(), dots.ravel())[0, 1] > 0.999
+    assert np.corrcoef(once.values.ravel(), dots.ravel())[0, 1] < 0.999

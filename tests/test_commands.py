@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import jostle
 from architectures import transformers
+from conftest import Says
 from jostle import presets, requests
 from jostle.cli import app
 from test_texts import make_tokenizer
@@ -235,7 +236,9 @@ def test_presets_are_the_papers_table() -> None:
     ],
     ids=lambda value: " ".join(value[:1] + value[-2:]) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, place: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, place: Path, tmp_path: Path, says: Says
+) -> None:
     names = {
         "OUT": tmp_path / "new", "MODEL": place / "model", "TRAIN": place / "train.jsonl",
         "QUERY": place / "query.jsonl", "RUN": place / "run",
@@ -244,5 +247,6 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert result.exit_code == 2
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(f"jostle: {message}"), result.stderr
+    says("jostle " + " ".join(arguments), last.replace(str(place), "PLACE"), 2)
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "new").exists()

@@ -242,3 +242,7 @@ def test_standardized_traces_answer_as_the_estimate_does(centering: Any) -> None
     np.testing.assert_allclose(table.correlation(right), expected, atol=2e-6)
     np.testing.assert_allclose(table.correlation(right[:, :, 2]), expected[:, 2], atol=2e-6)
     assert (table.correlation(right)[7] == 0).all()
+    back = table.centered([2, 7, 0])
+    kept = left[chains][:, :, [2, 7, 0]].astype(np.float64)
+    np.testing.assert_allclose(back, kept - kept.mean((0, 1) if centering == "pooled" else 1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(table.correlation(back[:, :, 0]), table.correlation(left[:, :, 2]), atol=2e-6)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import jostle
 from architectures import CONFIGURATIONS, VOCABULARY, tiny, transformers
+from jostle import losses
 from jostle.data import collate_samples
 from jostle.functional import FunctionalModel
 from jostle.losses import _KNOWN_HEADS
@@ -132,3 +133,20 @@ def test_a_whole_run_on_attention_alone() -> None:
     scores = run.influence(normalize=True)
     np.testing.assert_allclose(np.diag(scores.values), -1, rtol=1e-5)
     assert run.token_influence(train=2, query=0).values.shape == (13, 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "gemma2", "granite"])
+def test_rounding_to_half_precision_is_not_taken_for_a_difference(name: str) -> None:
+    """Under autocast too, the head is known and padding on the right needs no mask: the fast road is taken."""
+    model = tiny(name, "eager" if name == "gemma2" else "sdpa")
+    batch = losses.RightPadded(
+        input_ids=torch.randint(1, 90, (2, 12)), attention_mask=torch.tensor([[1] * 12, [1] * 8 + [0] * 4])
+    )
+    with torch.no_grad():
+        plain = jostle.losses.next_token()(tiny(name, "eager"), batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = jostle.losses.next_token()(model, batch)
+    assert losses._KNOWN_HEADS[model]
+    assert losses._LOOKS_ONLY_BACK[model]
+    real = batch["attention_mask"].bool()
+    assert ((half - plain)[real].norm() / plain[real].norm()).item() < 0.02

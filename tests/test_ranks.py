@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 import jostle
 from jostle.errors import JostleError
+from jostle.integrity import examine
+from jostle.layout import writing
 from jostle.ranks import join
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -104,9 +107,12 @@ def end(processes: list[BaseProcess], out: Path) -> list[str | None]:
     return [path.read_text() if path.exists() else None for path in paths]
 
 
-def await_checkpoints(out: Path, chains: int) -> None:
+def await_checkpoints(out: Path, chains: int, *, since: float = 0.0) -> None:
     deadline = time.monotonic() + 120
-    while len(list(out.glob("state/*.safetensors"))) < chains and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if sum(path.stat().st_mtime > since for path in out.glob("state/*.safetensors")) >= chains:
+                return
         time.sleep(0.02)
 
 
@@ -136,7 +142,7 @@ def test_the_number_of_ranks_changes_nothing(count: int, alone: jostle.Run, tmp_
     manifest = jostle.load(out).manifest
     for name in ("fingerprints", "execution", "failed_chains", "remarks", "draws", "scale"):
         assert manifest[name] == alone.manifest[name], name
-    assert not (out / "state").exists()
+    assert examine(out) == []
 
 
 def test_side_by_side_on_each_rank_it_is_the_same_but_for_rounding(alone: jostle.Run, tmp_path: Path) -> None:
@@ -191,14 +197,35 @@ def test_a_rank_that_dies_is_named_by_the_others(alone: jostle.Run, tmp_path: Pa
         assert (said[rank] or "").startswith(message)
 
     processes = start(2, out, silence=3.0, **slow)
-    time.sleep(1.0)
-    await_checkpoints(out, 4)
+    await_checkpoints(out, 1, since=time.time())
     os.kill(processes[0].pid or 0, signal.SIGKILL)
     assert (end(processes, out)[1] or "").startswith("RankLostError: rank 0 of 2 ")
     assert json.loads((out / "manifest.json").read_text())["status"] == "sampling"
 
     assert end(start(3, out), out) == ["12 draws"] * 3
     assert_same(out, alone)
+
+
+def test_a_run_is_extended_by_any_number_of_ranks(alone: jostle.Run, tmp_path: Path) -> None:
+    """More chains, then more draws; what is there is not observed again, and the state of the chains is of use."""
+    out = tmp_path / "run"
+    assert end(start(2, out, chains=3, draws=7), out) == ["7 draws"] * 2
+    before = traces(jostle.load(out))
+    assert end(start(3, out, chains=5, draws=7), out) == ["7 draws"] * 3
+    assert end(start(2, out), out) == ["12 draws"] * 2
+    assert before["train"].shape[:2] == (3, 7)
+    assert_same(out, alone)
+    assert examine(out) == []
+    assert len(list(out.glob("state/*.safetensors"))) == 5
+
+
+def test_a_run_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with writing(out):
+        said = end(start(2, out), out)
+    assert (said[0] or "").startswith(f"InputError: out: got {out}, which another process is writing to")
+    assert (said[1] or "").startswith("RankLostError: rank 0 of 2 failed: out: got")
+    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
@@ -234,6 +261,7 @@ def build():
 
 
 def torchrun(count: int, task: Path, out: Path, *more: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """``jostle run`` of the task on several ranks."""
     options = {name.replace("_", "-"): value for name, value in SETTINGS.items()}
     options |= {"n-beta": 50, "localization": 100, "step-size": 1e-3, "weights": "all", "task": f"{task}:build"}
     flags = [f"--{name}={value}" for name, value in options.items()]
@@ -272,6 +300,17 @@ def test_torchrun_and_a_rank_that_is_killed(restarts: int, alone: jostle.Run, tm
     assert 0 < len(list(out.glob("state/*.safetensors"))) < 5
     sample(out)
     assert_same(out, alone)
+
+
+def test_rank_zero_calibrates_for_all(tmp_path: Path) -> None:
+    task, out = tmp_path / "task.py", tmp_path / "run"
+    task.write_text(TASK)
+    process = torchrun(2, task, out, "--auto")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert len(re.findall(r"^jostle: localization 100: given", said, re.MULTILINE)) == 1
+    assert jostle.load(out).config["chains"] == 5
+    assert examine(out) == []
 
 
 def test_bad_input_is_said_once(tmp_path: Path) -> None:

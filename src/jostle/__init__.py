@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jostle._version import __version__
 
 if TYPE_CHECKING:
-    from jostle import attributors, losses
+    from jostle import attributors, evaluate, losses
+    from jostle.calibration import Calibration, calibrate
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
     from jostle.run import Run, load
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
 _HOMES = {
     "BAOAB": "jostle.samplers",
+    "Calibration": "jostle.calibration",
     "ChainsFailedError": "jostle.errors",
     "Gaussian": "jostle.samplers",
     "InputError": "jostle.errors",
@@ -42,6 +44,8 @@ _HOMES = {
     "Scores": "jostle.scores",
     "attribute": "jostle.sampling",
     "attributors": "jostle.attributors",
+    "calibrate": "jostle.calibration",
+    "evaluate": "jostle.evaluate",
     "load": "jostle.run",
     "losses": "jostle.losses",
 }
@@ -50,6 +54,7 @@ __all__ = [
     "BAOAB",
     "SGLD",
     "SGNHT",
+    "Calibration",
     "ChainsFailedError",
     "Gaussian",
     "InputError",
@@ -63,6 +68,8 @@ __all__ = [
     "__version__",
     "attribute",
     "attributors",
+    "calibrate",
+    "evaluate",
     "load",
     "losses",
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import google_crc32c
 import numpy as np
 import safetensors
 import safetensors.torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from jostle import randomness
 from jostle.config import Config
 from jostle.data import Data
+from jostle.errors import InputError
 from jostle.estimate import StreamingCovariance
 from jostle.functional import FunctionalModel, Observable
 from jostle.losses import Loss, at_least_float32
@@ -423,10 +425,12 @@ class Checkpoints:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
-    """Write a safetensors file so that a crash leaves the old one or the new one."""
+    """Write a safetensors file, with checksums, so that a crash leaves the old one or the new one."""
     temporary = path.with_suffix(".partial")
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    safetensors.torch.save_file(contiguous, temporary, metadata={"jostle": json.dumps(about)})
+    sums = {name: _checksum(value) for name, value in contiguous.items()}
+    metadata = {"jostle": json.dumps(about), "crc32c": json.dumps(sums)}
+    safetensors.torch.save_file(contiguous, temporary, metadata=metadata)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -434,13 +438,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, An
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return what `write_tensors` was told about its tensors."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["jostle"])
+    return _read_tensors(path, values=False)[1]
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_tensors` wrote."""
-    return safetensors.torch.load_file(path), read_metadata(path)
+    """Read what `write_tensors` wrote; refuse what does not have its checksum."""
+    return _read_tensors(path, values=True)
+
+
+def _read_tensors(path: Path, *, values: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if values else {}  # noqa: SIM118
+        about, sums = json.loads(metadata["jostle"]), json.loads(metadata["crc32c"])
+        wrong = [name for name, value in tensors.items() if sums[name] != _checksum(value)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} does not have its checksum")
+        return tensors, about
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            "file",
+            got=f"{path}, which is damaged ({str(error).partition(chr(10))[0]})",
+            expected="it as Jostle wrote it",
+            fix="delete it, and its chain begins again" if path.parent.name == "state" else "",
+        ) from error
+
+
+def _checksum(tensor: Tensor) -> int:
+    return google_crc32c.value(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True)
@@ -459,11 +485,14 @@ def run_chains(
     chains: list[int],
     at_once: int,
     draws: int | None = None,
+    first_draw: int = 0,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Failure], list[str]]:
     """Run chains to their last draw, or to so many draws, from wherever their checkpoints stand.
+
+    Draws before ``first_draw`` are recorded already: a chain without a checkpoint walks past them without a look.
 
     Returns:
         The chains that failed, and the sampler's remarks.
@@ -495,17 +524,18 @@ def run_chains(
             if group.step >= config.burn_in and between == 0:
                 if draw == draws:
                     break  # before it is observed: whoever asks for more draws goes on here
-                seen = dynamics.observe(group)
-                health.look(group, seen)
-                if health.due() or draw == draws - 1:
-                    failed, kept = health.examine(group, recorder)
-                    failures += failed
-                    if not group.chains:
-                        break
-                    if failed:
-                        seen = {name: value[kept] for name, value in seen.items()}
-                    mean_loss = seen["train"].mean().item()
-                recorder.record(group.chains, draw, seen)
+                if draw >= first_draw:
+                    seen = dynamics.observe(group)
+                    health.look(group, seen)
+                    if health.due() or draw == draws - 1:
+                        failed, kept = health.examine(group, recorder)
+                        failures += failed
+                        if not group.chains:
+                            break
+                        if failed:
+                            seen = {name: value[kept] for name, value in seen.items()}
+                        mean_loss = seen["train"].mean().item()
+                    recorder.record(group.chains, draw, seen)
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
                     break

@@ -5,8 +5,10 @@ A command imports what it needs when it runs, so that ``jostle --help`` does not
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -15,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from jostle._version import __version__
-from jostle.errors import ChainsFailedError, InputError, JostleWarning, RankLostError
+from jostle.errors import ChainsFailedError, InputError, JostleWarning, RankLostError, StorageError
 
 if TYPE_CHECKING:
     from jostle.run import Run
@@ -26,6 +28,10 @@ class ExitCode(IntEnum):
 
     BAD_INPUT = 2
     CHAIN_FAILED = 3
+    DAMAGED = 4
+    """What `jostle check` found."""
+    STORAGE = 74
+    """EX_IOERR of sysexits.h: once the disk is well, the same command goes on."""
     INTERRUPTED = 75
     """EX_TEMPFAIL of sysexits.h: the same command, given again, goes on."""
 
@@ -41,6 +47,8 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
             except InputError as error:
                 raise _failure(str(error), ExitCode.BAD_INPUT) from error
+            except StorageError as error:
+                raise _failure(str(error), ExitCode.STORAGE) from error
             except ChainsFailedError as error:
                 raise _failure(str(error), ExitCode.CHAIN_FAILED) from error
             except RankLostError as error:
@@ -88,6 +96,29 @@ def _examples(*commands: tuple[str, str]) -> str:
     width = max(len(command) for command, _ in commands)
     lines = [f"  [bold cyan]{command:{width}}[/]  [dim]{meaning}[/]" for command, meaning in commands]
     return "\n".join(["[bold]Examples[/]", *lines])
+
+
+def _with_flags_of(other: Callable[..., Any], *, without: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """Let a command take the flags of another one as well; they arrive as its ``**flags``."""
+
+    def decorate(command: Any) -> Any:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        theirs = inspect.signature(other, eval_str=True).parameters
+        parameters = own | {name: theirs[name] for name in theirs if name not in own and name not in without}
+        ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+        command.__signature__ = inspect.Signature(ordered)
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        return command
+
+    return decorate
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 app = typer.Typer(
@@ -168,6 +199,8 @@ def demo(
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 _Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 _Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
+_RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
+_KAPPA = "With --auto: curvature of the losses over localization; 0 is the control without a gradient."
 _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 
@@ -177,8 +210,10 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
+        ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
-        ("torchrun --nproc-per-node 8 -m jostle run runs/f ...", "chains on 8 GPUs"),
+        ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
+        ("torchrun --nproc-per-node 8 -m jostle run runs/g ...", "chains on 8 GPUs"),
     )
 )
 def run(
@@ -194,6 +229,11 @@ def run(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="Hyperparameters of the paper's experiments.")
     ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose what is not given from measurements (see jostle calibrate).")
+    ] = False,
+    rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE)] = None,
+    kappa: Annotated[float | None, typer.Option(metavar="κ", help=_KAPPA)] = None,
     weights: Annotated[
         str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
     ] = None,
@@ -248,21 +288,127 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
+    ] = False,
 ) -> None:
     r"""Sample around a checkpoint and record every token's loss.
 
     Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
-    The same command, given again, goes on where it was interrupted.
+    The same command, given again, goes on where it was interrupted; with larger [bold]--draws[/] or
+    [bold]--chains[/], it adds to what is there.
     """
-    given = {name: value for name, value in locals().items() if name not in ("out", "config", "preset")}
+    given = _given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import ranks, requests
 
     ranks.join()
-    request = requests.resolve(
-        {name: value for name, value in given.items() if value is not None}, config=config, preset=preset
+    if not auto and (rise is not None or kappa is not None):
+        raise InputError("rise" if rise is not None else "kappa", got="no --auto", expected="--auto, which it is for")
+    # A run that was begun goes on with what was chosen then.
+    begun = auto and (out / "manifest.json").is_file()
+    request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
+    loaded = None
+
+    def calibrated() -> dict[str, Any]:
+        nonlocal loaded
+        chosen, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+        return chosen
+
+    if auto and not begun:
+        with ranks.Ranks() as group:
+            request = group.share(calibrated)
+    _carry_out(request, out, task=loaded, dry_run=dry_run)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle resume runs/a", "after Ctrl-C, a crash, a full disk, or a preempted job (exit code 75)"),
+        ("jostle resume runs/a --device cpu", "elsewhere; the model must come to the same numbers there"),
     )
-    finished = requests.carry_out(request, out, say=_say if ranks.leads() else lambda message: None)
+)
+def resume(
+    out: _Out,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the run began.")] = None,
+) -> None:
+    """Go on with a run that was interrupted, to the same numbers as if it had not been.
+
+    Model, data and settings are those of its [bold]config.yaml[/]. A finished run is only read.
+    """
+    from jostle import ranks, requests
+
+    ranks.join()
+    _carry_out(requests.of_run(out, {"device": device} if device else None), out)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle extend runs/a --draws 400", "400 draws of each chain in all; those that are there stay"),
+        ("jostle extend runs/a --chains 8", "8 chains in all"),
+    )
+)
+def extend(
+    out: _Out,
+    draws: Annotated[int | None, typer.Option(metavar="T", min=1, help="Draws of each chain, in all.")] = None,
+    chains: Annotated[int | None, typer.Option(metavar="C", min=1, help="Chains, in all.")] = None,
+) -> None:
+    """Add draws or chains to a run, to the same numbers as if it had had them from the start.
+
+    If it is interrupted, [bold]jostle resume[/] goes on.
+    """
+    from jostle import ranks, requests
+
+    ranks.join()
+    changes = {name: value for name, value in (("draws", draws), ("chains", chains)) if value is not None}
+    if not changes:
+        raise InputError("extend", got="neither --draws nor --chains", expected="one of them")
+    _carry_out(requests.of_run(out, changes), out)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle check runs/a", "one line for each finding; exit code 0 where all is well"),
+        ("jostle check runs/a && jostle top runs/a", "for a script: 4 damaged, 75 unfinished, 3 a chain failed"),
+    )
+)
+def check(out: _Out) -> None:
+    """Read every byte of a run, and say what is damaged, missing or unfinished.
+
+    Fingerprints, checksums, shapes, finite values and status. Model and data are
+    not looked at: [bold]jostle resume[/] compares those.
+    """
+    from jostle.integrity import examine
+
+    findings = examine(out)
+    for finding in findings:
+        typer.echo(" ".join(str(finding).splitlines()))
+    kinds = {finding.kind for finding in findings}
+    if not kinds:
+        typer.echo(f"{out}: whole")
+    codes = {
+        "damaged": ExitCode.DAMAGED,
+        "unfinished": ExitCode.INTERRUPTED,
+        "failed chain": ExitCode.CHAIN_FAILED,
+    }
+    for kind, code in codes.items():
+        if kind in kinds:
+            raise typer.Exit(code)
+
+
+def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run: bool = False) -> None:
+    """Sample, and end with a verdict."""
+    from jostle import ranks, requests
+
+    def say(message: str) -> None:
+        if ranks.leads():
+            _say(message)
+
+    def show_plan(lines: list[str]) -> None:
+        if ranks.leads():
+            typer.echo("\n".join(lines))
+        raise typer.Exit
+
+    finished = requests.carry_out(request, out, say=say, task=task, dry_run=show_plan if dry_run else None)
     if not ranks.leads():
         return
     from rich.console import Console
@@ -273,6 +419,118 @@ def run(
     if finished.stopped:
         _say(finished.stopped)
     _finish(finished)
+
+
+_NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
+
+
+@app.command(
+    epilog=_examples(
+        (
+            "jostle calibrate lm.yaml --model ./model --train t.jsonl --query q.jsonl",
+            "then jostle run ... --config lm.yaml",
+        ),
+        ("jostle calibrate mine.yaml --task my_file.py:build --rise 0.3", "farther from the checkpoint"),
+        ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
+    )
+)
+@_with_flags_of(run, without=("out", "auto", "dry_run"))
+def calibrate(
+    file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
+    rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE.removeprefix("With --auto: "))] = None,
+    kappa: Annotated[float | None, typer.Option(metavar="κ", help=_KAPPA.removeprefix("With --auto: "))] = None,
+    **flags: Any,
+) -> None:
+    """Choose hyperparameters from measurements, with a reason for each.
+
+    The localization from how far the mean loss is to rise, n_beta from the
+    largest curvature, a step size that is stable for both, and a short pilot.
+    Flags that are given are kept. [bold]jostle run OUT --config YAML[/] samples with the result.
+    """
+    import yaml
+    from rich.console import Console
+
+    from jostle import requests
+    from jostle.terminal import print_calibration
+
+    if file.suffix not in (".yaml", ".yml"):
+        raise InputError("YAML", got=str(file), expected="the name of a file ending in .yaml")
+    elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
+    given = _given(flags)
+    request = requests.resolve(given, **elsewhere)
+    request, chosen, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+    settings = requests.to_config(request, loaded) | {"calibration": chosen.to_dict()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    print_calibration(Console(highlight=False), chosen.choices)
+    typer.echo(f"{file}: jostle run OUT --config {file}")
+
+
+_Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or more values.")]
+
+
+@app.command(
+    epilog=_examples(
+        (
+            "jostle sweep sweeps/a --task my_file.py:build --n-beta 0,10,100 --localization 100,1000 --step-size 1e-4",
+            "six runs, and sweeps/a/sweep.png",
+        ),
+        ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),
+    )
+)
+@_with_flags_of(run, without=("auto", "rise", "kappa", "dry_run"))
+def sweep(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where runs and figures go.", show_default=False)],
+    n_beta: _Values = None,
+    localization: _Values = None,
+    step_size: _Values = None,
+    burn_in: _Values = None,
+    bank: Annotated[
+        Path | None, typer.Option(metavar="BANK", help="A retraining bank (see jostle evaluate) to judge scores by.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Cells sampled at the same time.")] = 1,
+    **flags: Any,
+) -> None:
+    """Sample a grid of hyperparameters, and draw every cell's loss traces.
+
+    In each cell stands the agreement of the scores from halves of the draws or,
+    with a bank of retrained models, the linear datamodeling score (LDS).
+    The same command, given again, goes on; with more values, it adds cells.
+    """
+    from rich.console import Console
+
+    from jostle import plots, requests
+    from jostle.evaluate import Bank
+    from jostle.sweep import AGREEMENT, LDS, draw, rank
+    from jostle.sweep import sweep as carry_out
+    from jostle.terminal import print_sweep
+
+    plots.check("sweep.png")
+    texts = {"n_beta": n_beta, "localization": localization, "step_size": step_size, "burn_in": burn_in}
+    axes = {name: _numbers(name, text) for name, text in texts.items() if text is not None}
+    judge = Bank(bank) if bank is not None else None
+    elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
+    request = requests.resolve(_given(flags), **elsewhere)
+    cells = carry_out(request, axes, out, bank=judge, jobs=jobs, say=_say)
+    of = LDS if judge is not None else AGREEMENT
+    pictures = draw(cells, out, of=of)
+    best_first = sorted(cells, key=lambda cell: rank(cell, of), reverse=True)
+    print_sweep(Console(highlight=False), [cell.to_dict() for cell in best_first], of)
+    for picture in pictures:
+        typer.echo(str(picture))
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    """Several values of a flag, separated by commas."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(name, got=repr(text), expected="numbers separated by commas") from error
+    if name == "burn_in":
+        if any(value != int(value) for value in values):
+            raise InputError(name, got=repr(text), expected="whole numbers separated by commas")
+        return [int(value) for value in values]
+    return values
 
 
 @app.command(
@@ -417,6 +675,160 @@ def diagnose(
     print_verdict(console, found["verdict"])
     console.print()
     print_diagnostics(console, found)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle evaluate banks/a runs/a", "a run beside the controls"),
+        ("jostle evaluate banks/a runs/a EK-FAC=a.safetensors", "and saved scores"),
+        ("jostle evaluate banks/a runs/a --figure lds.png", "with a picture"),
+        ("jostle evaluate banks/removed", "removals, brittleness"),
+    )
+)
+def evaluate(
+    bank: Annotated[Path, typer.Argument(metavar="BANK", help="A retraining bank.", show_default=False)],
+    scores: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=]RUN|FILE...", help="Runs, or scores ending in .safetensors or .npy."),
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as well; a name ending in .png, .svg or .pdf.")
+    ] = None,
+    mislabelled: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Which labels are wrong (.npy of booleans): adds an AUROC.")
+    ] = None,
+    controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Scores that know nothing.")] = True,
+    bootstrap: Annotated[int, typer.Option(metavar="N", min=2, help="How many times all is resampled.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how well scores predict what retraining does.
+
+    A bank holds the losses of models that were trained on parts of the data
+    ([bold]jostle.evaluate.retrain[/] fills one). The table has the linear datamodeling
+    score of every method, per query and as in the paper, with 95 % intervals,
+    and controls that know nothing of training.
+    """
+    import json
+
+    import numpy as np
+    from rich.console import Console
+
+    from jostle import plots
+    from jostle.evaluate import Bank, compare
+    from jostle.evaluate.report import read_scores
+    from jostle.terminal import print_report
+
+    if figure is not None:
+        plots.check(figure)
+    opened = Bank(bank)
+    wrong = None if mislabelled is None else np.load(mislabelled)
+    read, seconds, detections, texts = read_scores(scores or [], wrong)
+    report = compare(
+        opened, read, texts=texts, controls=controls, seconds=seconds, mislabels=detections, bootstrap=bootstrap
+    )
+    if figure is not None:
+        report.draw(figure)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+    else:
+        print_report(Console(highlight=False), report)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle view runs/a", "opens a page in the browser; while it is sampling, too"),
+        ("jostle view runs/a runs/b", "two runs, side by side"),
+        ("jostle view runs/a ekfac.safetensors", "beside another method's scores"),
+        ("jostle view runs/a --no-open --port 8000", "through an ssh tunnel"),
+    )
+)
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, and scores in .safetensors files.")
+    ],
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=65535, help="Default: 8797 or, if that is taken, any.")
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Serve others too, who need the token that is printed. Default: this machine alone."
+        ),
+    ] = "127.0.0.1",
+) -> None:
+    """Look at runs in a browser: tokens, images, health, map, comparison.
+
+    Works without a network, and reads a run that is still sampling.
+    """
+    from jostle.run import Run
+    from jostle.viewer.answers import Answers, open_sources
+
+    answers = Answers(open_sources(runs, Run))
+    try:
+        from jostle.viewer.server import serve
+    except ImportError as error:
+        raise InputError(
+            "view",
+            got=f"no package {error.name!r}",
+            expected="the packages of the extra 'viewer'",
+            fix="pip install 'jostle[viewer]'",
+        ) from error
+    serve(answers, host=host, port=port, open_browser=open_browser, say=_say)
+
+
+@app.command(
+    epilog=_examples(
+        ("jostle report runs/a -o report.html -q 3 -q 7", "a page to open from disk, or to mail"),
+        ("jostle report runs/a ekfac.safetensors -o report.html", "two methods"),
+        ("jostle report runs/a -o pair.pdf -q 3 --train 12 --token 7", "a token against a text, for a paper"),
+        ("jostle report runs/a -o grid.svg -q 3 -k 8", "a query and its images, or texts"),
+    )
+)
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, and scores in .safetensors files.")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Ending in .html, or .png, .svg or .pdf.")
+    ],
+    query: Annotated[
+        list[int] | None, typer.Option("--query", "-q", metavar="I", min=0, help="Which queries. Default: the first 8.")
+    ] = None,
+    train: Annotated[
+        list[int] | None, typer.Option(metavar="J", min=0, help="In a figure: which training examples.")
+    ] = None,
+    token: Annotated[
+        int | None, typer.Option(metavar="S", min=0, help="In a figure: one token of the query, by position.")
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("-k", metavar="K", min=1, help="How many of each. Default: 20 in a page, 6 in a figure."),
+    ] = None,
+) -> None:
+    """Write views of chosen queries into one file: a page that needs no network, or a figure."""
+    from jostle.run import Run
+    from jostle.viewer.answers import open_sources
+    from jostle.viewer.reading import Reading, UnreadableError
+
+    sources = open_sources(runs, Run)
+    try:
+        if output.suffix == ".html":
+            from jostle.viewer.report import write_report
+
+            page = write_report(sources, queries=query, k=k or 20)
+            output.write_text(page, encoding="utf-8")
+            typer.echo(f"{output}: {len(page) / 1e6:.1f} MB, opens without a network")
+            return
+        from jostle.viewer.figures import draw_figure
+
+        reading = sources[0].read()
+        if not isinstance(reading, Reading):
+            raise InputError("report", got="a file of scores", expected="a run directory first")
+        draw_figure(reading, output, query=query[0] if query else 0, train=train or [], token=token, k=k or 6)
+        typer.echo(str(output))
+    except UnreadableError as error:
+        raise InputError("report", got=str(error), expected="a run that can be read") from error
 
 
 def main() -> None:

@@ -74,6 +74,8 @@ class Config:
             raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
 
     def _check_stopping(self) -> None:
+        if self.until is not None and not isinstance(self.until, Mapping):
+            raise InputError("until", got=repr(self.until), expected='{"ess": 400}, for one')
         for name, value in (self.until or {}).items():
             if name not in get_args(Criterion):
                 raise InputError("until", got=repr(name), expected=" or ".join(get_args(Criterion)))
@@ -103,7 +105,12 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of the configuration."""
-        return fingerprint_text(json.dumps(self.to_dict(), sort_keys=True, default=str))
+        return fingerprint_settings(self.to_dict())
+
+
+def fingerprint_settings(settings: dict[str, Any]) -> str:
+    """Return a hash of a configuration as plain data, which is what ``config.yaml`` holds."""
+    return fingerprint_text(json.dumps(settings, sort_keys=True, default=str))
 
 
 def _fields(settings: Any) -> dict[str, Any]:

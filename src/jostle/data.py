@@ -63,7 +63,7 @@ class Data:
         if self._columns is None:
             self._samples = source
             if _size_in_bytes(_first_sample(source, name)) * self._length <= KEPT_IN_MEMORY:
-                self._samples = [source[index] for index in range(self._length)]
+                self._samples = [self._read(index) for index in range(self._length)]
                 self._kept = True
                 if collate is None:
                     self._lay_out_sequences()
@@ -116,8 +116,9 @@ class Data:
             if isinstance(indices, range) and indices.step == 1:
                 return self.gather(slice(indices.start, indices.stop), longest)  # a view, not a copy
             return self.gather(torch.as_tensor(np.asarray(indices), device=self._device), longest)
+        samples = [self._read(int(index)) for index in indices]
         try:
-            batch = self._collate([self._samples[int(index)] for index in indices])
+            batch = self._collate(samples)
         except (TypeError, RuntimeError, ValueError) as error:
             raise InputError(
                 self.name,
@@ -126,6 +127,21 @@ class Data:
                 fix="pass collate=your_function",
             ) from error
         return map_tensors(batch, lambda tensor: tensor.to(self._device))
+
+    def _read(self, index: int) -> Any:
+        """One sample from where they are kept; an error of the user's own data set is named with its example."""
+        try:
+            return self._samples[index]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # files, networks and decoders fail in many ways
+            reason = (str(error).splitlines() or [""])[0][:150]
+            raise InputError(
+                self.name,
+                got=f"example {index}, which cannot be read ({type(error).__name__}: {reason})",
+                expected="examples that can be read at any time",
+                fix="mend it and do the same again: a run that had begun goes on from its last checkpoint",
+            ) from error
 
     def whole(self) -> Batch:
         """Return every sample as one batch, made once."""

@@ -10,12 +10,17 @@ class JostleError(Exception):
 class InputError(JostleError, ValueError):
     """Something the caller passed cannot be used; the message says what was got, expected, and what to do.
 
-    Commands print the message as one line and exit with code 2. It is raised before anything is written.
+    Commands print the message as one line and exit with code 2. It is raised before anything is written, except where
+    data that a run draws from can no longer be read; what was recorded is kept then.
     """
 
     def __init__(self, subject: str, *, got: object, expected: str, fix: str = "") -> None:
         message = f"{subject}: got {got}, expected {expected}"
         super().__init__(f"{message}; {fix}" if fix else message)
+
+
+class StorageError(JostleError, OSError):
+    """The run's directory fails: the disk is full or broken, it is read-only, or gone. What was recorded is kept."""
 
 
 class ChainsFailedError(JostleError, RuntimeError):
@@ -40,3 +45,7 @@ class SamplerWarning(JostleWarning):
 
 class EstimateWarning(JostleWarning):
     """A number was computed from too little to be trusted."""
+
+
+class RetrainingFailedWarning(JostleWarning):
+    """A model could not be trained again on some subset; the others were."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -135,7 +135,7 @@ def covariance(
             first_blocks = (
                 next(column_blocks(trace, kept, width))[1] for trace, width in zip((left, right), tile, strict=True)
             )
-            batch_length = _batch_length(*first_blocks)
+            batch_length = length_of_batch(*first_blocks)
         batches = _Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
@@ -167,19 +167,35 @@ class Standardized:
         draws = len(self._kept) * trace.shape[1]
         # Columns by draws, so that a block of columns is one piece of memory.
         self._values = torch.empty(trace.shape[2], draws, dtype=torch.float32)
+        self._lengths = torch.empty(trace.shape[2], dtype=torch.float64)
         width = max(1, BUFFER_BYTES // (32 * draws * getattr(trace, "read_per_column", 1)))
         for block, columns in column_blocks(trace, self._kept, width):
-            self._values[block] = self._unit(columns).T.float()
+            unit, self._lengths[block] = self._unit(columns)
+            self._values[block] = unit.T.float()
 
-    def _unit(self, values: Float[Tensor, "chain draw column"]) -> Float[Tensor, "draws column"]:
+    def _unit(
+        self, values: Float[Tensor, "chain draw column"]
+    ) -> tuple[Float[Tensor, "draws column"], Float[Tensor, " column"]]:
         centered = _centered(values, self._centering)[0].flatten(0, 1).double()
-        return centered / centered.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        lengths = centered.norm(dim=0)
+        return centered / lengths.clamp(min=torch.finfo(torch.float64).tiny), lengths
+
+    def unit(self, columns: Sequence[int] | slice) -> Float[np.ndarray, "column draws"]:
+        """Return some columns as they are kept."""
+        return self._values[columns].numpy()
+
+    def centered(self, columns: Sequence[int] | slice) -> Float[np.ndarray, "chain draw column"]:
+        """Return some columns as they were, but for their means; only the chains that were kept."""
+        picked = self._values[columns].double() * self._lengths[columns][:, None]
+        return picked.T.reshape(len(self._kept), -1, len(picked)).numpy()
 
     def correlation(self, series: Float[np.ndarray, "chain draw ..."]) -> Float[np.ndarray, "column ..."]:
-        """Return the correlation of every column with one series, or with several."""
-        values = np.asarray(series)[self._kept]
-        unit = self._unit(torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1)))).float()
-        return (self._values @ unit).clamp(-1, 1).numpy().reshape(len(self._values), *values.shape[2:])
+        """Return the correlation of every column with one series, or with several; of all chains, or those kept."""
+        values = np.asarray(series)
+        if len(values) != len(self._kept):
+            values = values[self._kept]
+        unit, _ = self._unit(torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1))))
+        return (self._values @ unit.float()).clamp(-1, 1).numpy().reshape(len(self._values), *values.shape[2:])
 
 
 def column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
@@ -307,7 +323,7 @@ class _Batches:
         return variance.clamp(min=0).sqrt()
 
 
-def _batch_length(left: Tensor, right: Tensor) -> int:
+def length_of_batch(left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"]) -> int:
     """Several autocorrelation times of the slower losses, and of the products that a covariance averages."""
     draws = left.shape[1]
     a, b = (spread_columns(block) for block in (left, right))

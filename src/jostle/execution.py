@@ -73,10 +73,10 @@ def prepare(execution: Execution, dynamics: Dynamics) -> None:
         _compile(dynamics)
     if model.device.type == "cuda":
         model.replay()
-        _probe(dynamics, 1)
+        probe(dynamics, 1)
 
 
-def _probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
+def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
     """What is seen, and which way it goes, at w*; and how long an observation and a step take."""
     group = dynamics.start(list(range(chains)))
     values, seconds = [], []
@@ -98,7 +98,7 @@ def _wait(dynamics: Dynamics) -> None:
 
 def _estimate(dynamics: Dynamics, config: Config, chains: int) -> float:
     """About how many seconds the run would take, with so many chains at once."""
-    _, observation, step = _probe(dynamics, chains)
+    _, observation, step = probe(dynamics, chains)
     return -(-config.chains // chains) * (config.draws * observation + config.steps[-1] * step)
 
 
@@ -106,12 +106,12 @@ def _compile(dynamics: Dynamics) -> bool:
     """Compile model and step where that works and changes nothing but rounding; say so where it does not."""
     model = dynamics.model
     assert isinstance(model, InPlace)
-    plain, *_ = _probe(dynamics, 1)
+    plain, *_ = probe(dynamics, 1)
     started = time.perf_counter()
     try:
         model.compile("inductor")
         dynamics.compile_step()
-        compiled, *_ = _probe(dynamics, 1)
+        compiled, *_ = probe(dynamics, 1)
         same = all((a - b).norm() <= 10 * model.tolerance * a.norm() for a, b in zip(plain, compiled, strict=True))
         reason = None if same else "compiled, the model gives other numbers"
     except Exception as error:  # any model may hit any limit of the compiler; it runs without

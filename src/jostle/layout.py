@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
+import errno
 import json
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
+import safetensors
 import torch
 import yaml
+from jaxtyping import UInt8
 from torch import Tensor
 
 from jostle._version import __version__
 from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
-from jostle.errors import InputError
+from jostle.errors import InputError, StorageError
 from jostle.execution import Execution
 from jostle.observing import Observer
-from jostle.run import FORMAT, read_manifest
+from jostle.run import FORMAT, manifest_checksum, read_config, read_manifest
 from jostle.stopping import next_round
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
 BEGUN = ".begun"
 """Marks a directory whose layout was begun and not finished."""
+
+LOCK = ".lock"
+"""Locked by whoever writes to the run; the lock goes with its process, the empty file stays."""
+
+KEPT_STATE_BYTES = 1 << 30
+"""Where the chains of a finished run stand is kept up to this size, for those who want more draws of them; without it,
+chains walk again from w* and arrive at the same place."""
 
 VISIBLE_SECONDS = 60.0
 """How long a network file system may take to show to one machine what another has written."""
@@ -45,7 +58,8 @@ def place_for(out: str | Path | None) -> Path:
         return temporary
     directory = Path(out).resolve()
     if directory.is_dir():
-        if any(directory.iterdir()) and not any((directory / name).is_file() for name in ("manifest.json", BEGUN)):
+        own = any((directory / name).is_file() for name in ("manifest.json", BEGUN))
+        if not own and any(entry.name != LOCK for entry in directory.iterdir()):
             raise InputError(
                 "out", got=f"{out}, which exists and holds something else", expected="a new or empty directory"
             )
@@ -59,11 +73,44 @@ def place_for(out: str | Path | None) -> Path:
     return directory
 
 
+@contextlib.contextmanager
+def writing(directory: Path, *, lock: bool = True) -> Iterator[None]:
+    """Be the only writer of a run, and say in one line what its disk refuses; what is recorded by then is whole.
+
+    Of several ranks the first has the lock for all of them.
+    """
+    try:
+        if not lock:
+            yield
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(directory / LOCK, timeout=0, fallback_to_soft=False):
+            yield
+    except filelock.Timeout as error:
+        raise InputError(
+            "out",
+            got=f"{directory}, which another process is writing to",
+            expected="one writer a run",
+            fix="wait for it or end it, and do the same again",
+        ) from error
+    except StorageError:
+        raise
+    except (OSError, safetensors.SafetensorError) as error:
+        # The text of an error that came through another language is all there is of its number.
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+        reason = "no space left" if full else getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        fix = "make room" if full else "see that it can be written to"
+        kept = (directory / "manifest.json").exists()
+        then = f"what was recorded is kept: {fix}, and the same command or call goes on"
+        gone = f"no run is there: {fix}, and begin again"
+        raise StorageError(f"out: got {reason} in {directory}; {then if kept else gone}") from error
+
+
 def _difference(directory: Path, name: str, settings: dict[str, Any]) -> str:
     """Which settings a run was made with that are others now."""
     if name != "config":
         return ""
-    there, now = _flat(yaml.safe_load((directory / "config.yaml").read_text())), _flat(settings)
+    there, now = _flat(read_config(directory)), _flat(settings)
     changed = [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
     return f" ({'; '.join(changed)})"
 
@@ -78,20 +125,24 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def open_run(
     directory: Path,
     fingerprints: dict[str, str],
-    settings: dict[str, Any],
+    config: Config,
     at_center: Mapping[str, Tensor],
     tolerance: float,
 ) -> dict[str, Any] | None:
-    """The manifest of the run that is there already, None where there is none; refuses that of another run."""
+    """The manifest of the run that is there already, None where there is none; refuses that of another run.
+
+    The same run with more chains or draws is not another: it is extended.
+    """
     if not (directory / "manifest.json").is_file():
         return None
     manifest = read_manifest(directory)
     for name, ours in fingerprints.items():
         theirs = manifest["fingerprints"].get(name)
-        if theirs != ours:
+        if theirs != ours and not (name == "config" and _extends(config, manifest)):
+            difference = _difference(directory, name, config.to_dict())
             raise InputError(
                 "out",
-                got=f"{directory}, a run whose {name} has fingerprint {theirs}{_difference(directory, name, settings)}",
+                got=f"{directory}, a run whose {name} has fingerprint {theirs}{difference}",
                 expected=f"{ours}, as passed now",
                 fix="choose another directory, or delete this one",
             )
@@ -110,7 +161,62 @@ def open_run(
     return manifest
 
 
-def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[str, Any]:
+def _extends(config: Config, manifest: dict[str, Any]) -> bool:
+    """Whether this is the run that is there, with more chains or draws."""
+    there = manifest.get("planned")
+    if there is None or config.chains < there["chains"] or config.draws < there["draws"]:
+        return False
+    # A run that stops by itself stops where its rounds end, and sums do not remember which draws are in them.
+    if config.stops_early or (config.draws > there["draws"] and config.keep == "covariance"):
+        return False
+    return dataclasses.replace(config, **there).fingerprint() == manifest["fingerprints"]["config"]
+
+
+def go_on(directory: Path, config: Config, source: Mapping[str, Any] | None, manifest: dict[str, Any]) -> None:
+    """Make what is there ready to go on: clear away what a crash left, and make room for what is asked for now.
+
+    ``recorded`` in the manifest says what was complete when the run was extended.
+    """
+    for leftover in directory.rglob("*.partial"):
+        leftover.unlink()
+    fingerprint = config.fingerprint()
+    if manifest["fingerprints"]["config"] != fingerprint:
+        if manifest["status"] == "complete":
+            manifest["recorded"] = manifest["planned"]
+        manifest |= {"status": "sampling", "draws": 0}
+        write_manifest(directory, manifest)  # first of all, so that nobody takes what follows for a finished run
+    _write_config(directory, config, source or read_config(directory).get("source"))
+    manifest["fingerprints"]["config"] = fingerprint
+    manifest["planned"] = {"chains": config.chains, "draws": config.draws}
+    write_manifest(directory, manifest)
+
+
+def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> None:
+    """Say that a run is complete; keep where its chains stand if that is small, and of use to whoever extends it."""
+    manifest["status"] = "complete"
+    write_manifest(directory, manifest)
+    extensible = config.keep == "traces" and not config.stops_early
+    size = sum(path.stat().st_size for path in (directory / "state").glob("*"))
+    if not extensible or size > KEPT_STATE_BYTES:
+        shutil.rmtree(directory / "state", ignore_errors=True)
+
+
+def _write_config(directory: Path, config: Config, source: Mapping[str, Any] | None) -> None:
+    settings = config.to_dict() | ({"source": dict(source)} if source else {})
+    _replace(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a text, whole or not at all."""
+    temporary = path.with_suffix(".partial")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def new_manifest(fingerprints: dict[str, str], config: Config, moving: MovingWeights) -> dict[str, Any]:
     """Return what is known of a run before its first step."""
     return {
         "format": FORMAT,
@@ -120,7 +226,8 @@ def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[st
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "platform": platform.platform(),
         "device": str(moving.center.device),
-        "fingerprints": fingerprints,
+        "fingerprints": {"config": config.fingerprint(), **fingerprints},
+        "planned": {"chains": config.chains, "draws": config.draws},
         "moving_weights": moving.total,
         "moving_parameters": list(moving.names),
         "draws": 0,
@@ -133,29 +240,28 @@ def new_manifest(fingerprints: dict[str, str], moving: MovingWeights) -> dict[st
 def create_run(
     directory: Path,
     config: Config,
-    settings: dict[str, Any],
+    source: Mapping[str, Any] | None,
     manifest: dict[str, Any],
     observers: Mapping[str, Observer],
     at_center: Mapping[str, Tensor],
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            "out", got=f"{directory} ({error.strerror})", expected="a place that can be written to"
-        ) from error
+    images = {name: _images(name, shown) for name, shown in examples.items()}
     begun = directory / BEGUN
     try:
         if begun.exists():
             _clear(directory)
         begun.touch()
-        (directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        _write_config(directory, config, source)
         for name, shown in examples.items():
             (directory / "examples").mkdir(exist_ok=True)
-            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in shown]
+            words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
+            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
             (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+            pixels = images[name]
+            if pixels is not None:
+                np.save(directory / "examples" / f"{name}.images.npy", pixels)
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
@@ -189,6 +295,35 @@ def await_run(directory: Path, rank: int) -> None:
         time.sleep(0.1)
 
 
+def _images(name: str, shown: Sequence[Mapping[str, Any]]) -> UInt8[np.ndarray, "sample height width channel"] | None:
+    """The ``image`` of every example, as bytes: of 0 to 255, of 0 to 1, or of whatever range they have."""
+    if not shown or not all("image" in example for example in shown):
+        return None
+    arrays = [np.asarray(example["image"]) for example in shown]
+    shapes = sorted({array.shape for array in arrays})
+    first = shapes[0]
+    if len(shapes) > 1 or len(first) not in (2, 3) or (len(first) == 3 and not {first[0], first[2]} & {1, 3}):
+        raise InputError(
+            "examples",
+            got=f"images of {name} of shape {' and '.join(map(str, shapes[:3]))}",
+            expected="one shape: (height, width), or with 1 or 3 channels first or last",
+        )
+    images = np.stack(arrays)
+    if len(first) == 2:
+        images = images[..., None]
+    elif first[2] not in (1, 3):
+        images = np.moveaxis(images, 1, -1)
+    if images.dtype != np.uint8:
+        images = np.nan_to_num(images.astype(np.float32))
+        low, high = min(0.0, float(images.min())), float(images.max())
+        # 0 to 1 and 0 to 255 mean what they usually do; anything else (standardized channels) is stretched.
+        if low < 0 or high > 255:
+            images = (images - low) / max(high - low, 1e-12)
+            high = 1.0
+        images = (images * (255 if high <= 1 else 1)).round().astype(np.uint8)
+    return images
+
+
 def _plain(value: Any) -> Any:
     """NumPy's and torch's numbers and arrays as JSON has them; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -198,7 +333,7 @@ def _clear(directory: Path) -> None:
     for entry in directory.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-        else:
+        elif entry.name != LOCK:
             entry.unlink()
 
 
@@ -216,13 +351,11 @@ def thin_of(directory: Path) -> int:
         return 1
     chosen = read_manifest(directory).get("thinning")
     if chosen is None:
-        there = yaml.safe_load((directory / "config.yaml").read_text())["thin"]
+        there = read_config(directory)["thin"]
         raise InputError("thin", got=f"'auto' for {directory}, a run begun with {there}", expected=str(there))
     return chosen["thin"]
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Replace a run's manifest, whole or not at all."""
-    temporary = directory / "manifest.partial"
-    temporary.write_text(json.dumps(manifest, indent=2))
-    os.replace(temporary, directory / "manifest.json")
+    _replace(directory / "manifest.json", json.dumps(manifest | {"checksum": manifest_checksum(manifest)}, indent=2))

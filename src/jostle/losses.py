@@ -190,6 +190,15 @@ class _NextToken:
         return real.long().cumsum(1) - 1
 
 
+def _agree(network: nn.Module, found: Tensor, expected: Tensor) -> bool:
+    """Whether two ways of computing the same differ by no more than rounding, in the precision of the computation."""
+    parameter = next(network.parameters())
+    eps = torch.finfo(parameter.dtype).eps
+    if torch.is_autocast_enabled(parameter.device.type):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(parameter.device.type)).eps)
+    return bool((found - expected).norm() <= min(0.05, 1000 * eps) * expected.norm())
+
+
 _KNOWN_HEADS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Of each model, whether its logits were found to be `_logits` of its last hidden states."""
 
@@ -204,8 +213,7 @@ def _has_known_head(network: Any, inputs: Mapping[str, Tensor]) -> bool:
             expected = at_least_float32(network(**small).logits)
             try:
                 found = _logits(network, network.base_model(**small)[0])
-                tolerance = 1000 * torch.finfo(next(network.parameters()).dtype).eps * expected.norm()
-                known = found.shape == expected.shape and bool((found - expected).norm() <= tolerance)
+                known = found.shape == expected.shape and _agree(network, found, expected)
             except Exception:  # a head that is none of ours may fail in any way
                 known = False
         if not known:
@@ -232,8 +240,7 @@ def _looks_only_back(network: Any, tokens: Int[Tensor, "batch token"], accepted:
                     at_least_float32(output if isinstance(output, Tensor) else output.logits)
                     for output in (network(input_ids=alone, **more), network(input_ids=tokens[:1], **more))
                 )
-            tolerance = 1000 * torch.finfo(next(network.parameters()).dtype).eps * expected.norm()
-            _LOOKS_ONLY_BACK[network] = bool((found[:, : alone.shape[1]] - expected).norm() <= tolerance)
+            _LOOKS_ONLY_BACK[network] = _agree(network, found[:, : alone.shape[1]], expected)
         except (TypeError, ValueError):  # a model that insists on its mask
             _LOOKS_ONLY_BACK[network] = False
     return _LOOKS_ONLY_BACK[network]
@@ -263,8 +270,7 @@ def _without_masks(network: Any, tokens: Int[Tensor, "batch token"]) -> contextl
             expected = network.base_model(input_ids=tokens[:1])[0]
             with _attention(config):
                 found = network.base_model(input_ids=tokens[:1])[0]
-        tolerance = 1000 * torch.finfo(expected.dtype).eps * expected.norm()
-        _NEEDS_NO_MASK[network] = bool((found - expected).norm() <= tolerance)
+        _NEEDS_NO_MASK[network] = _agree(network, found, expected)
     return _attention(config) if _NEEDS_NO_MASK[network] else contextlib.nullcontext()
 
 

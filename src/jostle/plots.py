@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float
 
 from jostle.diagnose import Sample, effective_sizes, half_scores, moving
 from jostle.errors import InputError
@@ -102,16 +103,25 @@ def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mappin
     _plain(axes)
 
 
-def _autocorrelation(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def autocorrelation_bands(sample: Sample) -> Float[np.ndarray, "quantile lag"] | None:
+    """Return the autocorrelation of losses at every lag: its 10th, 50th and 90th percentile over examples."""
     from arviz_stats.base.array import array_stats
 
     series = moving(sample.train)[:, :, :64]
     if not series.size:
-        return
+        return None
     lags = min(series.shape[1] // 2, 60)
     # Of each chain around its own mean, then averaged over chains: bands are over examples.
     curves = np.asarray(array_stats.autocorr(series, axis=1))[:, : lags + 1].mean(0)
-    low, middle, high = np.quantile(curves, (0.1, 0.5, 0.9), axis=1)
+    return np.quantile(curves, (0.1, 0.5, 0.9), axis=1)
+
+
+def _autocorrelation(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    bands = autocorrelation_bands(sample)
+    if bands is None:
+        return
+    low, middle, high = bands
+    lags = len(middle) - 1
     axes.fill_between(np.arange(lags + 1), low, high, color=BLUE, alpha=0.25, linewidth=0, label="80 % of the examples")
     axes.plot(middle, color=BLUE, label="median")
     axes.axhline(0, color="black", linewidth=0.8)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -39,8 +39,8 @@ class Posterior:
 
     def __post_init__(self) -> None:
         for name in ("n_beta", "localization", "prior_precision"):
-            value = getattr(self, name)
-            if not (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf):
+            value: float = getattr(self, name)
+            if not (isinstance(value, numbers.Real) and 0 <= value <= sys.float_info.max):
                 raise InputError(name, got=repr(value), expected="a finite number that is not negative")
         if self.n_beta == self.localization == self.prior_precision == 0:
             raise InputError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -22,6 +23,14 @@ from jostle.weights import MovingWeights
 
 BLOCK = 1 << 28
 """How many weights of a chain are moved at once on a CUDA device; part of what a seed means there."""
+
+WORTH_THREADS = 1 << 17
+"""From so many numbers on, several threads make a CPU's noise, each that of some chains."""
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="jostle-noise")
 
 
 @cache
@@ -69,10 +78,17 @@ def noise(
     """
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
-        counter = _Counter(seed)
-        for row, chain in zip(values, chains, strict=True):
+
+        def fill(row: np.ndarray, chain: int) -> None:
+            counter = _Counter(seed)
             for name, part in moving.slices.items():
                 counter.at(f"noise/{name}", chain, step).standard_normal(out=row[part], dtype=row.dtype)
+
+        if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
+            for row, chain in zip(values, chains, strict=True):
+                fill(row, chain)
+        else:
+            list(_threads(torch.get_num_threads()).map(fill, values, chains))
         yield slice(0, moving.total), torch.from_numpy(values)
         return
     generators = [

@@ -17,7 +17,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ POLL_SECONDS = 0.02
 
 Value = TypeVar("Value")
 _runs = itertools.count()
+_alone = ContextVar("alone", default=False)
 
 
 def join() -> None:
@@ -64,6 +66,11 @@ def leads() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def several() -> bool:
+    """Whether there are other processes than this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _store(prefix: str) -> Any:
     """Where ranks write down what is for each other."""
     return distributed_c10d.PrefixStore(f"jostle/{prefix}", distributed_c10d._get_default_store())
@@ -71,13 +78,23 @@ def _store(prefix: str) -> Any:
 
 def speaks() -> str | None:
     """How to begin the message that a failed run ends with; None where another rank has given one."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not several():
         return ""
     own = str(dist.get_rank())
     with contextlib.suppress(dist.DistError):  # without the store, better twice than not at all
         if _store("end").compare_set("spoke", "", own).decode() != own:
             return None
     return f"rank {own}: "
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let what this process samples be its own, whatever others there are: a pilot, say."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 class Ranks:
@@ -93,7 +110,8 @@ class Ranks:
 
     def __init__(self) -> None:
         join()
-        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        together = several() and not _alone.get()
+        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         self.interrupted: Callable[[], bool] = lambda: False
         self._turn = itertools.count()
         self._lost: str | None = None

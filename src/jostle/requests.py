@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from jostle import ranks
+from jostle.calibration import KAPPA, RISE, Calibration, calibrate
+from jostle.config import Config, describe
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, PRESETS
-from jostle.run import Run
+from jostle.run import Run, read_config, read_manifest
 from jostle.samplers import (
     BAOAB,
     SGLD,
@@ -41,6 +44,13 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
 RULES = (SGLD, RMSpropSGLD, LeimkuhlerMatthews, OrnsteinUhlenbeck, BAOAB, SGNHT, Gaussian)
 SOURCES = ("model", "train", "query", "sampling", "task", "max_length")
 NAMES_SHOWN = 4
+KINDS: dict[str, tuple[type, ...]] = {
+    "weights": (str, list),
+    "sampler": (dict,),
+    "max_length": (int,),
+    **dict.fromkeys(("model", "train", "query", "sampling", "task"), (str,)),
+}
+"""What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
 
@@ -68,6 +78,8 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
 def _thin(word: Any) -> int | Literal["auto"]:
     if word == "auto":
         return "auto"
+    if not isinstance(word, str):
+        return word
     try:
         return int(word)
     except ValueError as error:
@@ -85,37 +97,48 @@ def _criterion(word: str) -> tuple[str, float]:
 
 def _from_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         posterior, sampler = config["posterior"], config["sampler"]
         settings = {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "keep")}
         settings |= {name: posterior[name] for name in ("n_beta", "localization", "prior_precision", "weights")}
         # What came later than some runs, or is not part of every rule.
         settings |= {name: config[name] for name in LATER if config.get(name) is not None}
         settings |= {name: sampler[name] for name in ("step_size",) if name in sampler}
-        settings |= {"sampler": sampler, **config["source"]}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        settings |= {"sampler": sampler} | {
+            name: config["source"][name] for name in SOURCES if name in config["source"]
+        }
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             "config",
             got=f"{path}, which lacks what repeats a run ({type(error).__name__}: {str(error).splitlines()[0]})",
             expected="the config.yaml of a run that the command line made",
         ) from error
+    for name, kinds in KINDS.items():
+        if name in settings and not isinstance(settings[name], kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise InputError("config", got=f"{name} {settings[name]!r} in {path}", expected=f"a {expected}")
     return settings
 
 
-def _sampler(request: dict[str, Any]) -> Sampler:
+def sampler_of(request: Mapping[str, Any]) -> Sampler:
+    """Return the update rule of a request."""
     chosen, step_size = request["sampler"], request["step_size"]
     if isinstance(chosen, dict):  # from a config file, with all its settings
         by_name = {rule.__name__: rule for rule in RULES}
         settings = {name: value for name, value in chosen.items() if name != "name"}
         if "step_size" in settings:
             settings["step_size"] = step_size
-        return _with_friction(by_name[chosen["name"]](**settings), request)
+        try:
+            rule = by_name[chosen["name"]](**settings)
+        except (KeyError, TypeError) as error:
+            raise InputError("sampler", got=f"{chosen} in a config", expected="a rule and its settings") from error
+        return _with_friction(rule, request)
     if chosen not in SAMPLERS:
         raise InputError("sampler", got=repr(chosen), expected=f"one of {', '.join(SAMPLERS)}")
     return _with_friction(Gaussian() if chosen == "gaussian" else SAMPLERS[chosen](step_size=step_size), request)
 
 
-def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
+def _with_friction(sampler: Sampler, request: Mapping[str, Any]) -> Sampler:
     if "friction" not in request:
         return sampler
     if not isinstance(sampler, BAOAB | SGNHT):
@@ -127,21 +150,104 @@ def _with_friction(sampler: Sampler, request: dict[str, Any]) -> Sampler:
     return replace(sampler, friction=request["friction"])
 
 
-def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None]) -> Run:
-    """Load what the request names, say what will move, and sample."""
-    sampler = _sampler(request)
-    task = _task(request)
-    posterior = Posterior(
-        n_beta=request["n_beta"],
-        localization=request["localization"],
-        prior_precision=request.get("prior_precision", 0.0),
+def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of the run in a directory, with more chains or draws where these are asked for."""
+    manifest, there = read_manifest(out), read_config(out)
+    if "source" not in there:
+        raise InputError(
+            "run",
+            got=f"{out}, made from Python: its config.yaml names neither model nor data",
+            expected="a run that the command line made",
+            fix=f"call jostle.attribute again with the same arguments and out={str(out)!r}, and it goes on",
+        )
+    for name in ("chains", "draws"):
+        wanted = (changes or {}).get(name, there[name])
+        if wanted < there[name]:
+            raise InputError(name, got=f"{wanted} for {out}, which has {there[name]}", expected="more, in all")
+    flags = {name: value for name, value in (changes or {}).items() if value is not None}
+    device = manifest.get("device")
+    if ranks.several() and device:
+        device = device.partition(":")[0]  # the number is that of rank 0's; every rank has its own
+    return resolve({"device": device} | flags, config=out / "config.yaml")
+
+
+def calibrated(
+    request: dict[str, Any],
+    given: Mapping[str, Any],
+    *,
+    rise: float | None = None,
+    kappa: float | None = None,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], Calibration, Task]:
+    """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
+    task = task_of(request)
+    # Without its step the default costs what SGLD costs, and its covariance has no error of the step.
+    named = "sampler" in given or isinstance(request["sampler"], dict)
+    sampler = sampler_of(request if named else request | {"sampler": "leimkuhler-matthews"})
+    options = {name: task.options[name] for name in ("potential_loss", "collate") if name in task.options}
+    sampling_data = task.options.get("sampling_data", task.sampling_data)
+    chosen = calibrate(
+        task.model,
+        task.train,
+        task.query,
+        loss=task.loss,
+        sampling_data=sampling_data,
         weights=request.get("weights", task.default_weights),
+        sampler=sampler,
+        rise=RISE if rise is None else rise,
+        kappa=KAPPA if kappa is None else kappa,
+        **{name: given[name] for name in ("localization", "n_beta", "step_size") if name in given},
+        **{name: request[name] for name in ("batch_size", "seed")},
+        **{name: request[name] for name in ("control_variates", "precision") if name in request},
+        **options,
+        say=say,
     )
+    settings: dict[str, Any] = {
+        "n_beta": chosen.posterior.n_beta,
+        "localization": chosen.posterior.localization,
+        "weights": chosen.posterior.weights,
+        "prior_precision": 0.0,
+        "burn_in": chosen.burn_in,
+        "thin": chosen.thin,
+        "sampler": {"name": type(chosen.sampler).__name__, **vars(chosen.sampler)},
+        "step_size": getattr(chosen.sampler, "step_size", None),
+    }
+    # The pilot has measured what --thin auto would measure again.
+    kept = {name: request[name] for name in ("burn_in", "thin") if name in given and request[name] != "auto"}
+    return request | settings | kept, chosen, task
+
+
+def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Return a request as the config.yaml of its run would have it."""
+    config = Config(
+        posterior=_posterior(request, task),
+        sampler=sampler_of(request),
+        loss=describe(task.loss),
+        potential_loss=describe(task.options.get("potential_loss", task.loss)),
+        observables=tuple(task.options.get("observables", ())),
+        keep="traces",
+        **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
+        **{name: request[name] for name in LATER if name in request},
+    )
+    return config.to_dict() | {"source": source_of(request)}
+
+
+def carry_out(
+    request: dict[str, Any],
+    out: Path,
+    *,
+    say: Callable[[str], None],
+    task: Task | None = None,
+    dry_run: Callable[[list[str]], None] | None = None,
+) -> Run:
+    """Load what the request names, if it is not loaded yet, say what will move, and sample."""
+    sampler = sampler_of(request)
+    task = task or task_of(request)
+    posterior = _posterior(request, task)
     moving = MovingWeights(task.model, posterior.weights)
     shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
     say(f"{moving.total:,} weights of {len(moving.names)} parameters move ({posterior.weights}): {shown}")
     del moving
-    source = {name: _absolute(request[name]) for name in SOURCES if name in request}
     options = {"sampling_data": task.sampling_data, **task.options}
     run = attribute(
         task.model,
@@ -151,8 +257,9 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
         posterior=posterior,
         sampler=sampler,
         out=out,
-        source=source,
+        source=source_of(request),
         examples=task.examples,
+        dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
         **{name: request[name] for name in (*LATER, "compile") if name in request},
         **options,
@@ -162,7 +269,22 @@ def carry_out(request: dict[str, Any], out: Path, *, say: Callable[[str], None])
     return run
 
 
-def _task(request: dict[str, Any]) -> Task:
+def _posterior(request: dict[str, Any], task: Task) -> Posterior:
+    return Posterior(
+        n_beta=request["n_beta"],
+        localization=request["localization"],
+        prior_precision=request.get("prior_precision", 0.0),
+        weights=request.get("weights", task.default_weights),
+    )
+
+
+def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the model and the data of a request come from, as full paths."""
+    return {name: _absolute(request[name]) for name in SOURCES if name in request}
+
+
+def task_of(request: Mapping[str, Any]) -> Task:
+    """Load the model and the data that a request names."""
     if "task" in request:
         return from_file(request["task"], request.get("device"))
     return language_model(

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from jaxtyping import UInt8
 
 from jostle import plots
 from jostle.chains import load_sums, read_tensors
+from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.estimate import (
@@ -23,6 +25,8 @@ from jostle.estimate import (
 )
 from jostle.scores import Scores
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
+from jostle.viewer.reading import RunSource
+from jostle.viewer.report import Inline, write_report
 
 Reduction = Literal["mean", "sum"]
 
@@ -38,8 +42,16 @@ def load(path: str | Path) -> Run:
             "run",
             got=f"{path}, which is not finished",
             expected="a complete run",
-            fix="call attribute again with the same arguments and out, and it goes on where it stood",
+            fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
         )
+    check_config(run.config, run.manifest)
+    if run.config["keep"] == "traces":
+        for name in run.traces.arrays:
+            missing = run.traces.trace(name).missing_chunks(run.healthy_chains)
+            if missing:
+                raise InputError(
+                    "traces", got=f"no {missing[0]} in {path}", expected="a whole run", fix=f"see jostle check {path}"
+                )
     return run
 
 
@@ -53,7 +65,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory)
-        self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
+        self.config = read_config(directory)
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -92,6 +104,11 @@ class Run:
         return [failure["chain"] for failure in self.manifest["failed_chains"]]
 
     @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that estimates use: those that did not fail, nor, in an antithetic pair, their mirror image."""
+        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
+
+    @property
     def traces(self) -> Traces:
         """The recorded losses."""
         if self.config["keep"] != "traces":
@@ -107,6 +124,11 @@ class Run:
         """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
         path = self.directory / "examples" / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
+        """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""
+        path = self.directory / "examples" / f"{name}.images.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
 
     def influence(
         self,
@@ -231,28 +253,32 @@ class Run:
                     expected="a run that kept its traces",
                     fix="sample with keep='traces'",
                 )
-            if len(self._healthy_chains()) == 0:
+            if len(self.healthy_chains) == 0:
                 return diagnose(self.config, self.manifest, None)
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             center, _ = read_tensors(self.directory / "center.safetensors")
             return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
-        sample = read_sample(self.traces, self._healthy_chains(), mirrored=self.antithetic)
+        sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
         config = self.config | {"draws": self.draws}
         found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
         if plot is not None:
             plots.draw(found, sample, config, Path(plot))
         return found
 
-    def _require_chains(self) -> None:
-        if len(self._healthy_chains()) == 0:
-            raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
+    def show(self, query: int = 0, *, k: int = 10, height: int = 640) -> Inline:
+        """Show a query in a notebook: its text or image, and the ``k`` training examples that helped and harmed most.
 
-    def _healthy_chains(self) -> np.ndarray:
-        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
+        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network.
+        """
+        return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
+
+    def _require_chains(self) -> None:
+        if len(self.healthy_chains) == 0:
+            raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
 
     def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
         """The covariance of two traces, or of their odd or even parts."""
-        chains = self._healthy_chains()
+        chains = self.healthy_chains
         if part is None:
             return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
@@ -299,8 +325,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read a run's manifest: status, fingerprints, versions."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("run", got=f"no readable manifest.json in {directory}", expected="a run directory") from error
+    if not isinstance(manifest, dict):
+        raise InputError("run", got=f"a manifest.json in {directory} that is no object", expected="a run directory")
     if manifest.get("format") != FORMAT:
         raise InputError(
             "run",
@@ -308,4 +336,53 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             expected=f"format {FORMAT}",
             fix="read it with the version of Jostle that wrote it",
         )
+    _check_manifest(manifest, directory)
     return manifest
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return a hash of a manifest, which is kept in it."""
+    return fingerprint_settings({name: value for name, value in manifest.items() if name != "checksum"})
+
+
+def check_config(config: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Refuse a ``config.yaml`` that is not the one that the run was made with."""
+    found = fingerprint_settings({name: value for name, value in config.items() if name != "source"})
+    expected = manifest["fingerprints"].get("config")
+    if found != expected:
+        raise InputError("config.yaml", got=f"fingerprint {found}", expected=f"{expected}, as the manifest has it")
+
+
+def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
+    """Refuse a manifest that lacks what everybody reads of it."""
+    failed = manifest.get("failed_chains")
+    well = (
+        isinstance(manifest.get("status"), str)
+        and isinstance(manifest.get("fingerprints"), dict)
+        and isinstance(manifest.get("draws"), int)
+        and isinstance(manifest.get("jostle"), str)
+        and isinstance(manifest.get("remarks"), list)
+        and "scale" in manifest
+        and isinstance(seconds := manifest.get("seconds"), dict)
+        and isinstance(seconds.get("sampling"), int | float)
+        and isinstance(failed, list)
+        and all(isinstance(one, dict) and isinstance(one.get("chain"), int) for one in failed)
+        and manifest.get("checksum", manifest_checksum(manifest)) == manifest_checksum(manifest)
+    )
+    if not well:
+        raise InputError("run", got=f"a damaged manifest.json in {directory}", expected="it as Jostle wrote it")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration."""
+    config: dict[str, Any] = {}
+    try:
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        well = config["keep"] in ("traces", "covariance") and all(
+            isinstance(config[name], int) for name in ("chains", "draws", "burn_in", "thin")
+        )
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+        well = False
+    if not well:
+        raise InputError("run", got=f"no readable config.yaml in {directory}", expected="it as Jostle wrote it")
+    return config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import shutil
 import signal
 import threading
 import time
@@ -38,15 +37,19 @@ from jostle.layout import (
     await_run,
     create_run,
     execution_of,
+    finish_run,
+    go_on,
     new_manifest,
     open_run,
     place_for,
     thin_of,
     write_manifest,
+    writing,
 )
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
+from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
 from jostle.ranks import Ranks
@@ -92,12 +95,14 @@ def attribute(
     progress: bool = True,
     source: Mapping[str, Any] | None = None,
     examples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    dry_run: Callable[[list[str]], None] | None = None,
 ) -> Run:
     """Sample weights around a checkpoint, and record every example's loss at each draw.
 
     The model is left as it was: its own parameters are w*. Everything is evaluated in eval mode, so dropout is off and
     batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
-    where it stood; if it holds the finished one, that is returned.
+    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws,
+    these are kept and the rest is added.
 
     Under torchrun, or in a process group of torch.distributed, every rank makes this call, and the chains are spread
     over the ranks (docs/many-gpus.md).
@@ -148,6 +153,8 @@ def attribute(
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
+        dry_run: is told the plan, a line for each part of it, after a few timed steps and before anything is written;
+            whoever wants no more than that raises from it.
 
     Returns:
         The finished run.
@@ -156,6 +163,7 @@ def attribute(
         InputError: something passed cannot be used. Nothing has been written then.
         ChainsFailedError: every chain left the finite numbers.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
+        StorageError: the directory cannot be written to; what was recorded is kept, and the same call goes on.
         RankLostError: another rank is gone, after a checkpoint; the same holds.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
@@ -225,15 +233,25 @@ def attribute(
         batch_sizes = ranks.share(lambda: prepared.batch_sizes if prepared else {})
         prepared = prepared or ready(batch_sizes)
         fingerprints |= data.fingerprints()
+        plan = make_plan(config, prepared, directory, pilot=pilot, ranks=ranks.count)
+        plan.check()
         _check_ranks(ranks, fingerprints, prepared.at_center, in_place.tolerance)
+        if dry_run is not None:
+            dry_run(describe_plan(plan, prepared))
         prepared_in = time.perf_counter() - began
 
-        # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
-        with _interruptible(ranks) as interrupted:
+        def opened() -> dict[str, Any] | None:
             known = {"config": config.fingerprint(), **fingerprints}
-            manifest = ranks.share(
-                lambda: open_run(directory, known, config.to_dict(), prepared.at_center, in_place.tolerance)
-            )
+            manifest = open_run(directory, known, config, prepared.at_center, in_place.tolerance)
+            if manifest is not None and (
+                manifest["status"] != "complete" or manifest["fingerprints"]["config"] != known["config"]
+            ):
+                go_on(directory, config, source, manifest)
+            return manifest
+
+        # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
+        with _interruptible(ranks) as interrupted, writing(directory, lock=ranks.leads):
+            manifest = ranks.share(opened)
             if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
@@ -256,22 +274,15 @@ def attribute(
                         )
                     thin = ranks.share(lambda: thinning.thin if thinning else config.thin)
                     config = dynamics.config = dataclasses.replace(config, thin=thin)
-                    manifest = new_manifest({"config": config.fingerprint(), **fingerprints}, moving) | {
+                    manifest = new_manifest(fingerprints, config, moving) | {
                         # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
                         "execution": execution.to_dict(),
                         "thinning": thinning and dataclasses.asdict(thinning),
                     }
-                    settings = config.to_dict() | ({"source": dict(source)} if source else {})
                     if ranks.leads:
                         create_run(
-                            directory,
-                            config,
-                            settings,
-                            manifest,
-                            prepared.observers,
-                            prepared.at_center,
-                            examples or {},
+                            directory, config, source, manifest, prepared.observers, prepared.at_center, examples or {}
                         )
                 manifest = ranks.share(lambda: manifest)
                 assert manifest is not None
@@ -301,9 +312,7 @@ def attribute(
                     ) from error
                 if ranks.leads:
                     manifest["seconds"]["preparing"] = prepared_in
-                    manifest["status"] = "complete"
-                    write_manifest(directory, manifest)
-                    shutil.rmtree(directory / "state", ignore_errors=True)
+                    finish_run(directory, config, manifest)
     run = Run(directory)
     _tell(run, warn=ranks.leads)
     return run
@@ -372,7 +381,8 @@ def _sample(
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
     before, started = manifest["seconds"]["sampling"], time.perf_counter()
-    remarks: list[str] = []
+    remarks: list[str] = list(manifest["remarks"])
+    whole = manifest.get("recorded", {"chains": 0, "draws": 0})
 
     def healthy() -> np.ndarray:
         failed = {failure["chain"] for failure in manifest["failed_chains"]}
@@ -384,30 +394,42 @@ def _sample(
         if manifest.get("reached") or draws <= manifest["draws"] or not len(healthy()):
             return None
         if traces is not None:
-            traces.extend(config.steps[:draws])
+            traces.extend(config.chains, config.steps[:draws])
         return draws, [failure["chain"] for failure in manifest["failed_chains"]]
 
     while (planned := ranks.share(plan)) is not None:
         draws, failed = planned
-        failures, own_remarks = run_chains(
-            dynamics,
-            recorder,
-            Checkpoints(directory / "state"),
-            chains=[chain for chain in ranks.chains(config.chains, at_once) if chain not in failed],
-            at_once=at_once,
-            draws=draws,
-            checkpoint_seconds=checkpoint_seconds,
-            report=report,
-            interrupted=interrupted,
-        )
-        gathered = ranks.gather(([dataclasses.asdict(failure) for failure in failures], own_remarks))
+        own = [chain for chain in ranks.chains(config.chains, at_once) if chain not in failed]
+        failures: list[dict[str, Any]] = []
+        remarked: list[str] = []
+        for chains, first_draw in (
+            (range(whole["chains"]), whole["draws"]),
+            (range(whole["chains"], config.chains), 0),
+        ):
+            if first_draw >= draws:
+                continue
+            new_failures, new_remarks = run_chains(
+                dynamics,
+                recorder,
+                Checkpoints(directory / "state"),
+                chains=[chain for chain in own if chain in chains],
+                at_once=at_once,
+                draws=draws,
+                first_draw=first_draw,
+                checkpoint_seconds=checkpoint_seconds,
+                report=report,
+                interrupted=interrupted,
+            )
+            failures += [dataclasses.asdict(failure) for failure in new_failures]
+            remarked += new_remarks
+        gathered = ranks.gather((failures, remarked))
         if not ranks.leads:
             continue
-        new = [failure for theirs, _ in gathered for failure in theirs]
-        manifest["failed_chains"] += sorted(new, key=lambda failure: (failure["step"], failure["chain"]))
+        failures = [failure for theirs, _ in gathered for failure in theirs]
+        manifest["failed_chains"] += sorted(failures, key=lambda failure: (failure["step"], failure["chain"]))
         manifest["draws"] = draws
         manifest["seconds"]["sampling"] = before + time.perf_counter() - started
-        remarks = [remark for _, theirs in gathered for remark in theirs]
+        remarks += [remark for _, theirs in gathered for remark in theirs]
         if traces is not None and config.until and len(healthy()):
             manifest["measured"] = measure(config, traces, healthy())
             log.info("%d draws: %s", draws, manifest["measured"])

@@ -15,6 +15,7 @@ from torch import nn
 
 from jostle.errors import InputError
 from jostle.losses import Loss, next_token
+from jostle.planning import require_room
 from jostle.texts import Example, read_records, tokenize
 
 log = logging.getLogger("jostle")
@@ -114,6 +115,7 @@ def _load(name: str, device: str | None) -> tuple[Any, Any, bool]:
             expected="a directory with a causal language model and its tokenizer, or a hub id",
             fix="without a network, download the model and pass its directory",
         ) from error
+    require_room(network, torch.device(place))
     return network.to(place), tokenizer, adapter.is_file()
 
 

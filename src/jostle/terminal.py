@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jostle.calibration import Choice
+from jostle.evaluate.report import Report
 from jostle.scores import Entry, Ranking
 
 HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
@@ -48,6 +50,33 @@ def _value(entry: Entry, ranking: Ranking) -> str:
     value = -entry.score if ranking.normalized else entry.score
     shown = f"{value:+.3f}" if ranking.normalized else f"{value:+.3e}"
     return shown if entry.standard_error is None else f"{shown} ± {entry.standard_error:.1g}"
+
+
+def print_calibration(console: Console, choices: Sequence[Choice]) -> None:
+    """Print what was chosen for a run, and why."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("value", no_wrap=True, justify="right")
+    table.add_column("because")
+    for choice in choices:
+        table.add_row(choice.name, choice.value, Text(choice.reason))
+    console.print(table)
+
+
+def print_sweep(console: Console, cells: Sequence[Mapping[str, Any]], of: str) -> None:
+    """Print the cells of a sweep, with what went wrong where there are no scores."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("n_beta", "localization", "step_size", "burn_in", of, "rise", "ESS"):
+        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
+    for cell in cells:
+        numbers = [f"{value:g}" for value in cell["settings"].values()]
+        for name, form in (("value", ".3f"), ("rise", "+.3g"), ("effective_draws", ".0f")):
+            numbers.append("" if cell[name] is None else format(cell[name], form))
+        remark = (cell["fault"] or cell["verdict"]).removeprefix("refused: ")
+        lost = f"; {cell['failed_chains']} chains failed" if cell["failed_chains"] and cell["value"] is not None else ""
+        table.add_row(*numbers, Text(excerpt({"text": remark}, 40) + lost))
+    console.print(table)
 
 
 LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
@@ -118,6 +147,66 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
     for remark in found["remarks"]:
         yield "remark", remark
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print methods and controls on a bank, with 95 % intervals."""
+    console.print(Text(report.summary["text"]), soft_wrap=True)
+    if report.repeatability is not None:
+        console.print(
+            f"correlation of the losses from half of the seeds with those from the others: {report.repeatability:.2f}",
+            soft_wrap=True,
+        )
+    if report.removed is not None:
+        _print_removal(console, report)
+        return
+    random = report.kind == "random"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    table.add_column("LDS per query" if random else "leave-one-out", justify="right", no_wrap=True)
+    if random:
+        table.add_column("LDS per subset", justify="right", no_wrap=True)
+    detected = any(row.mislabels is not None for row in report.rows)
+    if detected:
+        table.add_column("AUROC of mislabels", justify="right", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for index, row in enumerate(report.rows):
+        cells = [row.method + (" (control)" if row.control else ""), str(row.per_query)]
+        if random:
+            cells.append(str(row.per_subset))
+        if detected:
+            cells.append("" if row.mislabels is None else str(row.mislabels.auroc))
+        cells.append("" if row.seconds is None else f"{row.seconds:.1f}")
+        last = index + 1 < len(report.rows) and report.rows[index + 1].control != row.control
+        table.add_row(*cells, style="dim" if row.control else None, end_section=last)
+    console.print(table)
+    console.print("± is a 95 % interval from resampled queries, subsets and seeds", soft_wrap=True)
+    if random:
+        console.print(
+            "per query is the headline; per subset is the paper's equation, where knowing how hard a query is suffices",
+            soft_wrap=True,
+        )
+
+
+def _print_removal(console: Console, report: Report) -> None:
+    found = report.removed
+    if found is None:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="rise in the query's loss", title_justify="left")
+    table.add_column("removed by", no_wrap=True)
+    for count in found.counts:
+        table.add_column(f"{count} removed", justify="right", no_wrap=True)
+    for method, rises in found.rise.items():
+        table.add_row(method, *(str(one) for one in rises), style="dim" if method == "random" else None)
+    console.print(table)
+    if found.brittle is not None:
+        flips = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="right answers turned wrong", title_justify="left")
+        flips.add_column("removed by", no_wrap=True)
+        for count in found.counts:
+            flips.add_column(f"{count} or fewer", justify="right", no_wrap=True)
+        for method, shares in found.brittle.items():
+            flips.add_row(method, *(f"{share:.0%}" for share in shares), style="dim" if method == "random" else None)
+        console.print(flips)
 
 
 def excerpt(example: Mapping[str, Any], width: int) -> str:

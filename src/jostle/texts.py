@@ -180,16 +180,23 @@ def _read(path: Path, name: str) -> str:
 
 def _check(record: Record, name: str) -> None:
     content = record.content
-    if isinstance(content.get("text"), str):
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write
+        raise InputError(
+            name, got=f"{record.origin} with text that is not Unicode", expected="whole characters"
+        ) from error
+    kind = _kind(content)
+    if kind == "text":
         empty = not content["text"].strip()
-    elif isinstance(content.get("prompt"), str) and isinstance(content.get("completion"), str):
+    elif kind == "completion":
         if not content["completion"]:
             raise InputError(name, got=f"{record.origin} with an empty completion", expected="a completion to score")
         empty = False
-    elif isinstance(content.get("messages"), list):
+    elif kind == "messages":
         empty = not content["messages"]
     else:
-        present = ", ".join(content) or "nothing"
+        present = " ".join(", ".join(content).split()) or "nothing"
         raise InputError(
             name,
             got=f"{record.origin} with the fields {present}",
@@ -197,6 +204,15 @@ def _check(record: Record, name: str) -> None:
         )
     if empty:
         raise InputError(name, got=f"{record.origin} without any text", expected="some text in every record")
+
+
+def _kind(content: Mapping[str, Any]) -> str | None:
+    """What a record is: the first of these that it has all of."""
+    if isinstance(content.get("text"), str):
+        return "text"
+    if isinstance(content.get("prompt"), str) and isinstance(content.get("completion"), str):
+        return "completion"
+    return "messages" if isinstance(content.get("messages"), list) else None
 
 
 def tokenize(records: list[Record], tokenizer: Any, *, name: str, longest: int) -> list[Example]:
@@ -232,10 +248,10 @@ def tokenize(records: list[Record], tokenizer: Any, *, name: str, longest: int) 
 
 def _encode(record: Record, tokenizer: Any, name: str) -> tuple[list[int], list[bool]]:
     content = record.content
-    if "text" in content:
+    if _kind(content) == "text":
         ids = list(tokenizer(content["text"])["input_ids"])
         return ids, [True] * len(ids)
-    if "messages" in content:
+    if _kind(content) == "messages":
         return _encode_chat(record, tokenizer, name)
     prompt, text = content["prompt"], content["prompt"] + content["completion"]
     if getattr(tokenizer, "is_fast", False):

@@ -17,7 +17,8 @@ is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -26,6 +27,7 @@ import numpy as np
 import zarr
 import zarr.codecs
 from jaxtyping import Float, Int
+from zarr.core.sync import sync
 
 from jostle.errors import InputError
 
@@ -67,12 +69,22 @@ class Columns:
 
 
 class Traces:
-    """The traces of one run, on disk."""
+    """The traces of one run, on disk.
+
+    Attributes:
+        sets: the observed sets.
+        observables: the names of the other observables.
+    """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self._path = path
         try:
             self._root = zarr.open_group(path, mode="r+" if writable else "r", zarr_format=3)
-        except (FileNotFoundError, ValueError, OSError) as error:
+            self.sets = tuple(name for name in ("train", "query") if name in self._root)
+            self.observables: tuple[str, ...] = ()
+            if "observables" in self._root:
+                self.observables = tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
+        except Exception as error:  # damaged metadata fails in many ways
             raise InputError(
                 "traces", got=f"nothing readable at {path}", expected="a traces.zarr made by Jostle"
             ) from error
@@ -120,18 +132,6 @@ class Traces:
                 _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
         return cls(path, writable=True)
 
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The observed sets."""
-        return tuple(name for name in ("train", "query") if name in self._root)
-
-    @property
-    def observables(self) -> tuple[str, ...]:
-        """The names of the other observables."""
-        if "observables" not in self._root:
-            return ()
-        return tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
-
     def columns(self, name: str) -> Columns:
         """Return what the columns of a set are."""
         group = cast(zarr.Group, self._root[name])
@@ -140,15 +140,29 @@ class Traces:
         offsets, positions = self._read(f"{name}/offsets"), self._read(f"{name}/position")
         return Columns(len(offsets) - 1, offsets, positions)
 
-    def losses(self, name: str) -> zarr.Array:
-        """Return the losses of a set, (chain, draw, column); read it by slicing."""
-        return cast(zarr.Array, self._root[f"{name}/losses"])
+    @property
+    def arrays(self) -> list[str]:
+        """Where the traces are, (chain, draw, column) each: losses of every set, and every observable."""
+        return [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
 
-    def observable(self, name: str) -> zarr.Array:
+    def losses(self, name: str) -> Trace:
+        """Return the losses of a set, (chain, draw, column); read it by slicing."""
+        return self.trace(f"{name}/losses")
+
+    def observable(self, name: str) -> Trace:
         """Return the values of another observable, (chain, draw, component)."""
         if name not in self.observables:
             raise InputError("observable", got=repr(name), expected=f"one of {list(self.observables)}")
-        return cast(zarr.Array, self._root[f"observables/{name}"])
+        return self.trace(f"observables/{name}")
+
+    def trace(self, path: str) -> Trace:
+        """Return what is at one of `arrays`."""
+        return Trace(self._array(path))
+
+    def require_there(self) -> None:
+        """Refuse to write where the store is gone: its directories would be made anew, without what was in them."""
+        if not (self._path / "zarr.json").is_file():
+            raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self._path))
 
     def center_losses(self, name: str) -> Float[np.ndarray, " column"]:
         """Return the losses at w*."""
@@ -156,7 +170,7 @@ class Traces:
 
     def record_center(self, name: str, losses: Float[np.ndarray, " column"]) -> None:
         """Store the losses at w*."""
-        cast(zarr.Array, self._root[f"{name}/center_losses"])[:] = losses
+        self._array(f"{name}/center_losses")[:] = losses
 
     def record(
         self,
@@ -166,7 +180,8 @@ class Traces:
         values: Float[np.ndarray, "chain draw column"],
     ) -> None:
         """Store consecutive draws of some chains; ``name`` is a set, or ``observables/NAME``."""
-        array = self.losses(name) if name in self.sets else cast(zarr.Array, self._root[name])
+        self.require_there()
+        array = self._array(f"{name}/losses" if name in self.sets else name)
         draws = slice(first_draw, first_draw + values.shape[1])
         if list(chains) == list(range(chains[0], chains[-1] + 1)):
             array[chains[0] : chains[-1] + 1, draws] = values
@@ -174,17 +189,18 @@ class Traces:
         for chain, rows in zip(chains, values, strict=True):
             array[chain, draws] = rows
 
-    def extend(self, steps: Sequence[int]) -> None:
-        """Make room for more draws: of every chain, at these steps in all; what is there stays."""
-        arrays = [self.losses(name) for name in self.sets] + [self.observable(name) for name in self.observables]
-        for array in arrays:
-            if array.shape[1] < len(steps):
-                array.resize((array.shape[0], len(steps), array.shape[2]))
+    def extend(self, chains: int, steps: Sequence[int]) -> None:
+        """Make room for so many chains in all, with draws at these steps in all; what is there stays."""
+        for path in self.arrays:
+            array = self._array(path)
+            if array.shape[:2] != (chains, len(steps)):
+                array.resize((chains, len(steps), array.shape[2]))
         for name in self.sets:
-            coordinate = cast(zarr.Array, self._root[f"{name}/step"])
-            if coordinate.shape[0] < len(steps):
-                coordinate.resize((len(steps),))
-            coordinate[:] = np.asarray(steps)
+            for coordinate, values in (("chain", np.arange(chains)), ("step", np.asarray(steps))):
+                array = self._array(f"{name}/{coordinate}")
+                if array.shape != values.shape:
+                    array.resize(values.shape)
+                array[:] = values
 
     def to_xarray(self, name: str) -> xarray.Dataset:
         """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
@@ -215,8 +231,67 @@ class Traces:
             coordinates,
         )
 
+    def _array(self, path: str) -> zarr.Array:
+        try:
+            return cast(zarr.Array, self._root[path])
+        except Exception as error:  # damaged metadata fails in many ways
+            raise InputError("traces", got=f"no readable {path} in {self._path}", expected="a whole store") from error
+
     def _read(self, path: str) -> np.ndarray:
-        return np.asarray(cast(zarr.Array, self._root[path])[:])
+        return self.trace(path)[:]
+
+
+class Trace:
+    """An array of the store, read by slicing as NumPy's are; a chunk that is damaged is named."""
+
+    def __init__(self, array: zarr.Array) -> None:
+        self._array = array
+        self.shape, self.dtype, self.chunks = array.shape, array.dtype, array.chunks
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        try:
+            return np.asarray(self._array[index])
+        except IndexError:
+            raise
+        except Exception as error:  # checksums, decoders and disks fail in many ways
+            damaged = self.damaged_chunks()
+            if not damaged:
+                raise
+            raise InputError(
+                "traces",
+                got=f"a damaged chunk, {damaged[0]}" + (f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""),
+                expected="chunks with their checksums",
+                fix="put it back from a copy, or sample again into another directory",
+            ) from error
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def missing_chunks(self, chains: Iterable[int]) -> list[str]:
+        """Return the chunks of these chains that are not there; their draws would read as NaN."""
+        if self._array.nchunks_initialized == self._array.nchunks:
+            return []
+        store, chosen = self._array.store, set(chains)
+        wanted = [chunk for chunk, region in self._regions() if region[0].start in chosen]
+        return [chunk for chunk in wanted if not sync(store.exists(chunk))]
+
+    def damaged_chunks(self) -> list[str]:
+        """Return the chunks that cannot be read."""
+        damaged = []
+        for chunk, region in self._regions():
+            try:
+                self._array[region]
+            except Exception:  # as above
+                damaged.append(chunk)
+        return damaged
+
+    def _regions(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
+        """Every chunk's key in the store, and what it holds."""
+        counts = [-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        for place in np.ndindex(*counts):
+            spans = zip(place, self.chunks, self.shape, strict=True)
+            region = tuple(slice(at * size, min((at + 1) * size, end)) for at, size, end in spans)
+            yield f"{self._array.path}/c/{'/'.join(map(str, place))}", region
 
 
 class SequenceLosses:
@@ -264,7 +339,7 @@ class MirroredPairs:
 
 
 def _create(group: zarr.Group, name: str, values: np.ndarray, dimensions: tuple[str, ...]) -> None:
-    group.create_array(name, data=np.asarray(values), dimension_names=dimensions)
+    group.create_array(name, data=np.asarray(values), dimension_names=dimensions, compressors=zarr.codecs.Crc32cCodec())
 
 
 def _create_trace(

@@ -1,7 +1,18 @@
-"""Other ways to score: separate papers, separate optional dependencies, the same `Scores`."""
+"""Other ways to score: separate papers, separate optional dependencies, the same `Scores`; and controls."""
 
+from jostle.attributors.controls import bm25, query_difficulty, random_scores, subset_size
 from jostle.attributors.ekfac import ekfac
 from jostle.attributors.exact import exact_influence
 from jostle.attributors.gradients import gradient_similarity
+from jostle.attributors.trak import trak
 
-__all__ = ["ekfac", "exact_influence", "gradient_similarity"]
+__all__ = [
+    "bm25",
+    "ekfac",
+    "exact_influence",
+    "gradient_similarity",
+    "query_difficulty",
+    "random_scores",
+    "subset_size",
+    "trak",
+]

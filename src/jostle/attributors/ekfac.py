@@ -47,7 +47,8 @@ def ekfac(
 ) -> Scores:
     """Score every training example on every query by EK-FAC influence; negative helps.
 
-    Only linear and convolutional layers can be factored: a layer takes part when its weight is among ``weights``.
+    Only linear and convolutional layers can be factored: a layer takes part when its weight is among ``weights``. What
+    moves and cannot be factored is named in ``provenance["left_out"]``.
 
     Args:
         model: the trained model, at w*. It is left as it was; a copy is analysed.
@@ -85,10 +86,11 @@ def ekfac(
     layers = _layers(model, weights)
     task = _task(task_module.Task, loss, layers)
     device = next(model.parameters()).device
-    sets = {
-        name: _Samples(Data(source, name, collate=collate, device=torch.device("cpu")))
+    data = {
+        name: Data(source, name, collate=collate, device=torch.device("cpu"))
         for name, source in (("train", train), ("query", query), ("fit_data", train if fit_data is None else fit_data))
     }
+    sets = {name: _Samples(one) for name, one in data.items()}
     torch.manual_seed(seed)
     copied = copy.deepcopy(model)
     # Of a classification and of next tokens, labels can be drawn from what the model predicts.
@@ -118,7 +120,14 @@ def ekfac(
         values=-scores.T.float().cpu().numpy(),
         method="EK-FAC",
         scale=None,
-        provenance={"damping": damping, "layers": len(layers), "fitted_on": len(sets["fit_data"]), "seed": seed},
+        provenance={
+            "damping": damping,
+            "layers": len(layers),
+            "left_out": _left_out(model, weights, layers),
+            "fitted_on": len(sets["fit_data"]),
+            "seed": seed,
+            "fingerprints": {name: data[name].fingerprint() for name in ("train", "query")},
+        },
     )
 
 
@@ -137,6 +146,12 @@ def _layers(model: nn.Module, weights: WeightSelection) -> list[str]:
             expected="one that EK-FAC can factor",
         )
     return layers
+
+
+def _left_out(model: nn.Module, weights: WeightSelection, layers: list[str]) -> list[str]:
+    """The weights that move and are in no layer that can be factored: EK-FAC takes them for fixed."""
+    factored = {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}
+    return [name for name in MovingWeights(model, weights).names if name not in factored]
 
 
 class _Samples(torch.utils.data.Dataset):

@@ -126,11 +126,12 @@ def exact_influence(
             left = (h_train @ covariance).flatten(1)
             right = (h_query @ covariance).transpose(1, 2).flatten(1)
             values = values - 0.5 * left @ right.T
+        fingerprints = {"train": train_data.fingerprint(), "query": query_data.fingerprint()}
     return Scores(
         values=values.cpu().numpy(),
         method="exact" if order == 1 else "laplace",
         scale=posterior.n_beta / len(drawn_from),
-        provenance={"order": order, "newton_steps": newton_steps},
+        provenance={"order": order, "newton_steps": newton_steps, "fingerprints": fingerprints},
     )
 
 

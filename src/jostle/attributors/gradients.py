@@ -72,8 +72,12 @@ def gradient_similarity(
             held = torch.cat([part for _, part in gradients(sets["query"], columns, cosine)])
             for rows, part in gradients(sets["train"], range(len(sets["train"])), cosine):
                 values[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
+        fingerprints = {name: data.fingerprint() for name, data in sets.items()}
     return Scores(
-        values=values, method="gradient cosine" if cosine else "gradient dot product", scale=None, provenance={}
+        values=values,
+        method="gradient cosine" if cosine else "gradient dot product",
+        scale=None,
+        provenance={"fingerprints": fingerprints},
     )
 
 

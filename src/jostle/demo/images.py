@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,7 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
             out=out / "run",
             seed=seed,
             progress=show_progress,
+            examples={"train": shown(train_set), "query": shown(test_set.take(chosen), logits[chosen].argmax(1))},
         )
         scores = run.influence(normalize=True, standard_error=True)
     losses = F.cross_entropy(logits, test_set.labels, reduction="none")
@@ -125,6 +126,16 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     accuracy = (logits.argmax(1) == test_set.labels).double().mean().item()
     _report(stdout, run, queries, train_set, accuracy, picture)
     return run
+
+
+def shown(digits: Digits, predicted: Tensor | None = None) -> list[dict[str, Any]]:
+    """Return what a run keeps to show of images: dark on light, as they were written."""
+    examples: list[dict[str, Any]] = [
+        {"image": 1 - image, "label": int(label)} for image, label in zip(*digits, strict=True)
+    ]
+    for example, reading in zip(examples, [] if predicted is None else predicted.tolist(), strict=False):
+        example["read as"] = reading
+    return examples
 
 
 @contextlib.contextmanager
@@ -221,6 +232,8 @@ def _report(
     for line in (
         f"Picture: {picture}",
         f"Run:     {run.directory}",
+        "",
+        f"Look at it:  jostle view {run.directory}",
         "",
         "Go on in Python (a score is minus the posterior correlation: negative helps):",
         "    import jostle",

@@ -275,6 +275,7 @@ def _report(
         f"Run:     {run.directory}",
         "",
         "Go on from there:",
+        f"    jostle view {run.directory}",
         f"    jostle top {run.directory} --query {query}",
         f"    jostle show {run.directory} --query {query} --token {position}",
         "    jostle demo images",

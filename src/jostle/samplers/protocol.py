@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from typing import Protocol
 
 from jaxtyping import Float
@@ -58,7 +58,7 @@ def pull(potential: Potential) -> float:
 
 def require_positive(name: str, value: float) -> None:
     """Refuse what is not a positive number."""
-    if not (isinstance(value, numbers.Real) and math.isfinite(value) and value > 0):
+    if not (isinstance(value, numbers.Real) and 0 < value <= sys.float_info.max):
         raise InputError(name, got=repr(value), expected="a positive number")
 
 

@@ -1,0 +1,237 @@
+"""The paper's language-model experiment, where its BIF loses to EK-FAC: fine-tuning on Wikipedia text.
+
+    python -m experiments.language_retraining --model stories15M --wikipedia articles.jsonl.xz --work work \
+        --record record.json --minutes 9 --recipe strong
+
+4,096 attribution and 256 evaluation sequences of 256 tokens, at most eight of an article and no article in both; 100
+subsets at alpha 0.5; one epoch of full-parameter AdamW from the pretrained model with a linear schedule, by one of two
+recipes: "paper" (learning rate 3e-5, batch 256, weight decay 0.01) or "strong" (3e-4, batch 32). The model that is
+analysed is fine-tuned on all 4,096 in the same way. Every method sees the same weights, the linear layers of the
+blocks. BIF correlation is the paper's implementation A, covariance its B. --sweep adds a grid of n_beta and
+localization, each with its mean loss beside its LDS. Called again it goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import lzma
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import jostle
+from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, read_bif, run
+from jostle.data import Data
+from jostle.evaluate import random_subsets
+from jostle.functional import sample_means
+
+HERE = Path(__file__).parent
+RECIPES = {
+    "paper": {"learning_rate": 3e-5, "batch_size": 256, "weight_decay": 0.01},
+    "strong": {"learning_rate": 3e-4, "batch_size": 32, "weight_decay": 0.01},
+}
+WEIGHTS = "attention+mlp"
+
+PAPER = {"n_beta": 800.0, "localization": 5e4, "step_size": 2e-6, "chains": 4, "draws": 300, "burn_in": 150}
+BIF: dict[str, dict[str, Any]] = {
+    "as in the paper": {**PAPER, "thin": 1, "batch_size": 128},
+    "smaller temperature, 10 steps between draws": {
+        "n_beta": 30.0, "localization": 5e4, "step_size": 4e-6, "chains": 4, "draws": 150, "burn_in": 100, "thin": 10,
+        "batch_size": 32,
+    },
+    "no gradient": {
+        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "thin": 1,
+        "batch_size": 32,
+    },
+}  # fmt: skip
+SWEEP = {"n_beta": (0.0, 30.0, 100.0, 300.0, 1000.0), "localization": (1e4, 3e4, 1e5, 3e5)}
+
+
+def sequences(path: Path, tokenizer: Any, count: int, length: int, skip: int = 0) -> tuple[list[list[int]], int]:
+    """Token ids of so many pieces of articles after the first ``skip``; and how many articles were read."""
+    found: list[list[int]] = []
+    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    used = skip
+    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else open(path, encoding="utf-8") as lines:
+        for line in itertools.islice(lines, skip, None):
+            used += 1
+            tokens = tokenizer(json.loads(line)["text"][:60_000], add_special_tokens=False)["input_ids"]
+            size = length - len(begin)
+            pieces = [begin + tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size)]
+            found += pieces[:8]  # no article fills the set
+            if len(found) >= count:
+                return found[:count], used
+    raise SystemExit(f"{path} has only {len(found)} sequences of {length} tokens after {skip} articles, not {count}")
+
+
+def fine_tune(
+    pretrained: nn.Module, data: Data, indices: np.ndarray, seed: int, *,
+    learning_rate: float, batch_size: int, weight_decay: float, epochs: int = 1,
+) -> nn.Module:  # fmt: skip
+    """AdamW on all weights, a linear schedule to 0; the mean over each sequence's tokens, then over the batch."""
+    model = copy.deepcopy(pretrained).train()
+    loss = jostle.losses.next_token()
+    generator = np.random.default_rng(seed)
+    cuts = range(batch_size, len(indices), batch_size)
+    batches = [batch for _ in range(epochs) for batch in np.split(generator.permutation(indices), cuts)]
+    cuda = next(model.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=cuda)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
+    for chosen in batches:
+        batch = data.batch(chosen)
+        with torch.autocast("cuda" if cuda else "cpu", torch.bfloat16, enabled=cuda):
+            value = sample_means(loss(model, batch), loss, batch).mean()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model.eval()
+
+
+def sweep() -> dict[str, dict[str, Any]]:
+    """Independent draws as far as steps can make them: the step is as long as localization and curvature allow."""
+    grid = itertools.product(SWEEP["n_beta"], SWEEP["localization"])
+    return {
+        f"sweep n_beta {n_beta:g} localization {localization:g}": {
+            "n_beta": n_beta, "localization": localization, "chains": 4, "draws": 75, "batch_size": 32,
+            **({"sampler": "gaussian", "thin": 1} if n_beta == 0 else
+               {"step_size": 0.2 / (localization + 100 * n_beta), "thin": 10, "burn_in": 50}),
+        }
+        for n_beta, localization in grid
+    }  # fmt: skip
+
+
+def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
+    """LDS and rise in loss over the grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    names = [
+        [f"BIF sweep n_beta {n_beta:g} localization {g:g}" for g in SWEEP["localization"]] for n_beta in SWEEP["n_beta"]
+    ]
+    missing = {"per_query": np.nan, "mean_loss": np.nan, "mean_loss_at_center": 0.0}
+    for panel, kind in zip(panels, ("covariance", "correlation", "rise"), strict=True):
+        table = np.full((len(names), len(names[0])), np.nan)
+        for (i, j), name in np.ndenumerate(np.array(names)):
+            row = methods.get(f"{name}, {'covariance' if kind == 'rise' else kind}", missing)
+            table[i, j] = row["mean_loss"] - row["mean_loss_at_center"] if kind == "rise" else row["per_query"]
+        panel.imshow(table, cmap="viridis", aspect="auto")
+        for (i, j), value in np.ndenumerate(table):
+            panel.text(j, i, "–" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color="white")
+        panel.set_xticks(range(len(SWEEP["localization"])), [f"{g:g}" for g in SWEEP["localization"]])
+        panel.set_yticks(range(len(SWEEP["n_beta"])), [f"{n:g}" for n in SWEEP["n_beta"]])
+        title = "rise in mean loss (nats)" if kind == "rise" else f"LDS per query, {kind}"
+        panel.set(xlabel="localization", ylabel="n_beta", title=title)
+    figure.savefig(path, dpi=130)
+
+
+def one_recipe(arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, device: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
+    auto: Any = AutoModelForCausalLM
+    pretrained = auto.from_pretrained(arguments.model, dtype=torch.float32).to(device)
+    query, used = sequences(arguments.wikipedia, tokenizer, arguments.queries, arguments.length)
+    train, _ = sequences(arguments.wikipedia, tokenizer, arguments.train, arguments.length, skip=used)
+    data = Data(train, "train", device=torch.device(device))
+    fingerprints = {"train": data.fingerprint(), "query": Data(query, "query").fingerprint()}
+    loss = jostle.losses.next_token()
+    work = arguments.work / recipe
+    work.mkdir(parents=True, exist_ok=True)
+
+    def retrainer(indices: np.ndarray, seed: int) -> nn.Module:
+        return fine_tune(pretrained, data, indices, seed, **RECIPES[recipe])
+
+    checkpoint = work / "model.pt"
+    if checkpoint.is_file():
+        model = copy.deepcopy(pretrained)
+        model.load_state_dict(torch.load(checkpoint, weights_only=True))
+        model.eval()
+    else:
+        budget.check()
+        started = time.perf_counter()
+        model = retrainer(np.arange(len(train)), 999)
+        torch.save(model.state_dict(), checkpoint)
+        record.add_seconds("the model that is analysed", time.perf_counter() - started)
+    banks = {}
+    for alpha in arguments.retrain:
+        banks[f"{alpha:g}"] = fill(
+            work / f"bank-{alpha:g}", random_subsets(len(train), arguments.subsets, share=alpha), retrainer, query,
+            loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget, record=record, batch_size=64,
+            key=f"{recipe}, alpha_retrain {alpha:g}",
+        )  # fmt: skip
+    settings = dict(read_bif(arguments.bif, BIF)) | (sweep() if arguments.sweep else {})
+    bif = {
+        f"{name}{f', seed {seed}' if seed else ''}": {**options, "seed": seed}
+        for name, options in settings.items()
+        for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
+    }
+    setting = Setting(
+        recipe, model, train, query, loss, banks, bif, weights=WEIGHTS, texts=(train, query),
+        batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
+        ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
+    )  # fmt: skip
+    run(setting, work / "scores", record, budget)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="LDS of a language model that is fine-tuned on Wikipedia text.")
+    parser.add_argument("--model", type=Path, required=True, help="a directory with a causal LM and its tokenizer")
+    parser.add_argument("--wikipedia", type=Path, required=True, help='JSONL with "text", plain or .xz')
+    parser.add_argument("--work", type=Path, required=True, help="banks, checkpoints and runs")
+    parser.add_argument("--record", type=Path, default=HERE / "records" / "language_retraining.json")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=["strong", "paper"])
+    parser.add_argument("--train", type=int, default=4_096)
+    parser.add_argument("--queries", type=int, default=256)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--retrain", type=float, nargs="+", default=[0.5], help="alpha_retrain")
+    parser.add_argument("--subsets", type=int, default=100)
+    parser.add_argument("--retrain-seeds", type=int, default=2)
+    parser.add_argument("--bif", type=Path, help="JSON: settings of the BIF by name, instead of the script's own")
+    parser.add_argument("--bif-seeds", type=int, default=3, help="repeat each run of the BIF with other seeds")
+    parser.add_argument("--sweep", action="store_true", help="a grid of n_beta and localization as well")
+    parser.add_argument("--methods", nargs="+", default=["gradients", "trak", "ekfac", "bif"])
+    parser.add_argument("--ekfac-repeats", type=int, default=3, help="fits of EK-FAC, for its own variation")
+    parser.add_argument("--scoring-batch", type=int, default=32)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    budget = Budget(arguments.minutes)
+    left_out = ("model", "wikipedia", "work", "record", "minutes", "bif")
+    record = Record(
+        arguments.record,
+        {
+            "model": arguments.model.name,
+            "weights": WEIGHTS,
+            "recipes": RECIPES,
+            "settings": {key: value for key, value in vars(arguments).items() if key not in left_out},
+            "bif": read_bif(arguments.bif, BIF),
+        },
+    )
+    status = "complete"
+    try:
+        for recipe in arguments.recipe:
+            print(recipe, flush=True)
+            one_recipe(arguments, recipe, record, budget, device)
+    except OutOfTimeError:
+        status = "out of time; the same command goes on"
+    record.content["status"] = status
+    record.write()
+    for recipe, found in record.content["measured"].items():
+        draw(arguments.record.with_name(f"{arguments.record.stem}-{recipe}.png"), {recipe: found}, "alpha_retrain")
+        if arguments.sweep:
+            methods = next(iter(found.values()))["methods"]
+            draw_sweep(arguments.record.with_name(f"{arguments.record.stem}-{recipe}-sweep.png"), methods)
+    print(status, flush=True)
+
+
+if __name__ == "__main__":
+    main()

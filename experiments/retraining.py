@@ -1,0 +1,407 @@
+"""What the retraining experiments share: a budget of time, methods that are run once, banks, measurements, figures.
+
+A work directory holds the banks and the scores; the record holds what was measured, and is enough to go on from: what
+is in it is not done again, even where the scores are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.environment import write_record
+from torch import nn
+
+import jostle
+from jostle.attributors import ekfac, gradient_similarity, trak
+from jostle.evaluate import Bank, Measure, Subsets, compare
+from jostle.evaluate.bank import shapes_of
+from jostle.losses import Loss
+from jostle.plots import CHAIN_COLOURS
+from jostle.samplers import SGLD, Gaussian, RMSpropSGLD
+from jostle.scores import Scores
+
+DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best by its LDS is shown, so that it is tuned."""
+
+BOOTSTRAP = 100
+SAMPLERS = {"sgld": SGLD, "rmsprop": RMSpropSGLD, "gaussian": Gaussian}
+
+
+class OutOfTimeError(Exception):
+    """The budget is spent; what was done is kept."""
+
+
+class Budget:
+    """Minutes of wall-clock time, from the start of the script."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def check(self) -> None:
+        if self.seconds_left <= 0:
+            raise OutOfTimeError
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Ask a run that is being sampled to stop at a checkpoint when the time is over; it goes on the next time."""
+        self.check()
+
+        def stop(number: int, frame: Any) -> None:
+            raise OutOfTimeError  # while a run is prepared; while it is sampled, it has a handler of its own
+
+        before = signal.signal(signal.SIGTERM, stop)
+        timer = threading.Timer(self.seconds_left, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if self.seconds_left > 0:
+                raise
+            raise OutOfTimeError from error
+        finally:
+            timer.cancel()
+            signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class Setting:
+    """One model whose training examples are scored, and the banks that judge the scores."""
+
+    name: str
+    model: nn.Module
+    train: Any
+    query: Any
+    loss: Loss
+    banks: Mapping[str, Bank]
+    bif: Mapping[str, Mapping[str, Any]]
+    sampling_data: Any = None
+    potential_loss: Loss | None = None
+    weights: Any = "all"
+    collate: Any = None
+    texts: tuple[Sequence[Any], Sequence[Any]] | None = None
+    batch_size: int = 256
+    precision: Any = "model"
+    checkpoints: Sequence[nn.Module] = ()
+    ekfac_repeats: int = 1
+    methods: Sequence[str] = ("gradients", "trak", "ekfac", "bif")
+    extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
+
+    def jobs(self, work: Path, budget: Budget) -> dict[str, Callable[[], dict[str, Scores]]]:
+        """What there is to run, by name; each gives one or several kinds of scores."""
+        data = {"loss": self.loss, "weights": self.weights, "collate": self.collate}
+        buffer = _buffer_bytes()
+        groups: dict[str, dict[str, Callable[[], dict[str, Scores]]]] = {name: {} for name in self.methods}
+        groups["gradients"] = {
+            name: lambda cosine=cosine, name=name: {
+                name: gradient_similarity(
+                    self.model, self.train, self.query, cosine=cosine, buffer_bytes=buffer, **data
+                )
+            }
+            for name, cosine in (("GradSim", False), ("gradient cosine", True))
+        }
+        many = f"TRAK, {len(self.checkpoints)} checkpoints"
+        groups["trak"] = {
+            name: lambda models=models, name=name: {
+                name: trak(models, self.train, self.query, buffer_bytes=buffer, ridge=1e-6, **data)
+            }
+            for name, models in (("TRAK", [self.model]), (many, list(self.checkpoints)))
+            if models
+        }
+        groups["ekfac"] = {
+            f"EK-FAC, {label}": lambda damping=damping, seed=seed, directory=directory, label=label: {
+                f"EK-FAC, {label}": ekfac(
+                    self.model, self.train, self.query, fit_data=self.sampling_data, damping=damping, seed=seed,
+                    directory=directory, batch_size=self.batch_size, **data,
+                )
+            }
+            for label, damping, seed, directory in [
+                # Those two fit their own factors, so that their time is the whole time; the others take the first's.
+                ("damping 1e-8", 1e-8, 0, work / "ekfac"),
+                ("default damping", None, 0, work / "ekfac-default"),
+                *((f"default damping, seed {seed}", None, seed, None) for seed in range(1, self.ekfac_repeats)),
+                *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in DAMPINGS),
+            ]
+        }  # fmt: skip
+        groups["bif"] = {
+            f"BIF {name}": lambda name=name, settings=settings: self._bif(name, settings, work, budget)
+            for name, settings in self.bif.items()
+        }
+        jobs = dict(self.extra)
+        for group in self.methods:
+            jobs |= groups[group]
+        return jobs
+
+    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
+        """One run; covariance is the paper's B, correlation its A."""
+        options = dict(settings)
+        posterior = jostle.Posterior(
+            n_beta=options.pop("n_beta"), localization=options.pop("localization"), weights=self.weights
+        )
+        kind = options.pop("sampler", "sgld")
+        step = options.pop("step_size", None)
+        sampler = SAMPLERS[kind]() if step is None else SAMPLERS[kind](step_size=step)
+        with budget.interrupting():
+            run = jostle.attribute(
+                self.model, self.train, self.query, sampling_data=self.sampling_data, loss=self.loss,
+                potential_loss=self.potential_loss, posterior=posterior, sampler=sampler, collate=self.collate,
+                precision=self.precision, out=work / "runs" / _file_name(name), progress=False, **options,
+            )  # fmt: skip
+        about = run.diagnostics()
+        kept = {
+            "seconds": sum(run.manifest["seconds"].values()),
+            "mean_loss": about["mean_loss"], "mean_loss_at_center": about["mean_loss_at_center"],
+            "effective_draws": about["effective_draws"], "verdict": about["verdict"]["level"],
+            "failed_chains": len(about["failed_chains"]),
+        }  # fmt: skip
+        return {
+            f"BIF {name}, {kind}": _with(run.influence(normalize=kind == "correlation"), kept)
+            for kind in ("covariance", "correlation")
+        }
+
+
+class Record:
+    """What was measured so far; written after every step."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        there = json.loads(path.read_text()) if path.is_file() else {}
+        self.content: dict[str, Any] = {
+            **about,
+            "measured": there.get("measured", {}),
+            "seconds": there.get("seconds", {}),
+        }
+
+    def write(self) -> None:
+        write_record(self.path, self.content)
+
+    def add_seconds(self, key: str, seconds: float, count: int = 1) -> None:
+        kept = self.content["seconds"].setdefault(key, {"seconds": 0.0, "count": 0})
+        kept["seconds"] += seconds
+        kept["count"] += count
+
+    def has(self, setting: str, bank: str, method: str) -> bool:
+        return method in self.content["measured"].get(setting, {}).get(bank, {}).get("methods", {})
+
+    def keep(self, setting: str, bank: str, report: Any, about: Mapping[str, Any]) -> None:
+        place = self.content["measured"].setdefault(setting, {}).setdefault(bank, {"methods": {}})
+        place |= {"retrainings": report.summary["finished"], "failed": len(report.summary["failures"]),
+                  "repeatability": report.repeatability}  # fmt: skip
+        for row in report.rows:
+            place["methods"][row.method] = {
+                "control": row.control,
+                "per_query": row.per_query.value, "per_query_error": row.per_query.standard_error,
+                "per_subset": row.per_subset.value, "per_subset_error": row.per_subset.standard_error,
+                **about.get(row.method, {}),
+            }  # fmt: skip
+
+
+def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
+    """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on."""
+    work = work / _file_name(setting.name)
+    work.mkdir(parents=True, exist_ok=True)
+    for bank_name, bank in setting.banks.items():
+        if not record.has(setting.name, bank_name, "random"):
+            budget.check()
+            record.keep(setting.name, bank_name, compare(bank, {}, texts=setting.texts, bootstrap=BOOTSTRAP), {})
+            record.write()
+    failures = record.content.setdefault("failures", {}).setdefault(setting.name, {})
+    measured = record.content["measured"].get(setting.name, {})
+    for name, job in setting.jobs(work, budget).items():
+        names = {name, f"{name}, covariance"}
+        if all(names & measured[bank]["methods"].keys() for bank in setting.banks):
+            continue
+        budget.check()
+        try:
+            scores = _timed(job)
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # what a method cannot do is a result
+            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"  {name}: {failures[name]}", flush=True)
+            record.write()
+            continue
+        about = {
+            made: {key: value for key, value in given.provenance.items() if key in KEPT}
+            for made, given in scores.items()
+        }
+        for bank_name, bank in setting.banks.items():
+            report = compare(bank, scores, controls=False, bootstrap=BOOTSTRAP)
+            record.keep(setting.name, bank_name, report, about)
+            for row in report.rows:
+                took = about[row.method].get("seconds", 0)
+                print(f"  {bank_name:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
+        failures.pop(name, None)
+        record.write()
+
+
+KEPT = (
+    "seconds",
+    "mean_loss",
+    "mean_loss_at_center",
+    "effective_draws",
+    "verdict",
+    "failed_chains",
+    "damping",
+    "dimension",
+)
+
+
+def _timed(job: Callable[[], dict[str, Scores]]) -> dict[str, Scores]:
+    started = time.perf_counter()
+    made = job()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return {
+        name: scores if "seconds" in scores.provenance else _with(scores, {"seconds": seconds})
+        for name, scores in made.items()
+    }
+
+
+def _with(scores: Scores, more: Mapping[str, Any]) -> Scores:
+    return Scores(
+        values=scores.values, method=scores.method, normalized=scores.normalized, scale=scores.scale,
+        provenance={**scores.provenance, **more},
+    )  # fmt: skip
+
+
+def fill(
+    directory: Path,
+    subsets: Subsets,
+    train_function: Callable[[np.ndarray, int], nn.Module],
+    query: Any,
+    loss: Loss,
+    fingerprints: Mapping[str, str],
+    *,
+    seeds: int,
+    budget: Budget,
+    record: Record,
+    batch_size: int,
+    key: str,
+) -> Bank:
+    """Fill a bank on this device, one retraining after another, until it is full or the time is over.
+
+    Models of this size keep a GPU busy with one batch; more of them side by side (vmap, grouped convolutions) would
+    only share it.
+    """
+    measure = Measure(query, loss, {}, None, batch_size)
+    bank = Bank.create(directory, subsets, queries=len(query[0] if isinstance(query, tuple) else query),
+                       fingerprints=fingerprints, dtype="float16")  # fmt: skip
+    todo = bank.todo(seeds)
+    started = time.perf_counter()
+    finished = 0
+    try:
+        for subset, seed in todo:
+            budget.check()
+            try:
+                model = train_function(subsets.indices(subset), seed)
+                failure = bank.require_shapes(shapes_of(model))
+                if failure is None:
+                    bank.store(subset, seed, measure(model))
+                else:
+                    bank.fail(subset, seed, failure)
+            except (RuntimeError, ValueError) as error:
+                bank.fail(subset, seed, f"{type(error).__name__}: {str(error)[:300]}")
+            finished += 1
+    finally:
+        if finished:
+            record.add_seconds(f"retraining {key}", time.perf_counter() - started, finished)
+            record.write()
+    print(f"  bank {key}: {bank.summary()['text']}", flush=True)
+    return bank
+
+
+def best_ekfac(methods: Mapping[str, Any]) -> str | None:
+    """EK-FAC at whichever damping has the highest LDS."""
+    tried = [name for name in methods if name.startswith("EK-FAC")]
+    return max(tried, key=lambda name: methods[name]["per_query"], default=None)
+
+
+def shown_methods(measured: Mapping[str, Any]) -> list[str]:
+    """What a figure has room for: all but the dampings that were only tried."""
+    first = next(iter(measured.values()))["methods"]
+    tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
+    return [name for name in first if name not in tried and ", seed" not in name and "sweep" not in name]
+
+
+def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
+    """LDS of every method against what the banks of a setting differ in; error bars over settings (seeds), or by
+    bootstrap where there is one setting. Below it, seconds."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    settings = list(measured.values())
+    banks = list(settings[0])
+    methods = [*shown_methods(settings[0]), "EK-FAC, best damping"]
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.8])
+    styles = ["-", "--", ":"]
+    for index, name in enumerate(methods):
+        rows = []
+        for setting in settings:
+            for place, bank in enumerate(banks):
+                found = setting.get(bank, {}).get("methods", {})
+                row = found.get(best_ekfac(found) or "" if name == "EK-FAC, best damping" else name)
+                if row:
+                    rows.append((place, row))
+        if not rows:
+            continue
+        colour = "#999999" if rows[0][1]["control"] else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
+        marker = "sv^D"[index % 4] if rows[0][1]["control"] else "o"
+        style = styles[index // len(CHAIN_COLOURS) % len(styles)]
+        places = sorted({place for place, _ in rows})
+        for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
+            values = [[row[metric] for at, row in rows if at == place] for place in places]
+            alone = [next(row[f"{metric}_error"] for at, row in rows if at == place) for place in places]
+            errors = [
+                np.std(group, ddof=1) / np.sqrt(len(group)) if len(group) > 1 else one
+                for group, one in zip(values, alone, strict=True)
+            ]
+            panel.errorbar(
+                places, [np.mean(group) for group in values], yerr=errors, label=name, color=colour, marker=marker,
+                linestyle=style, capsize=3, markersize=4,
+            )  # fmt: skip
+        seconds = [row["seconds"] for _, row in rows if "seconds" in row]
+        if seconds:
+            panels[2].barh(name, np.mean(seconds), color=colour)
+    for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
+        panel.set_xticks(range(len(banks)), banks)
+        panel.set(xlabel=xlabel, title=f"{title}, ± standard error")
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.grid(alpha=0.3)
+    panels[2].set(xlabel="seconds, all included", title="time")
+    panels[2].set_xscale("log")
+    panels[2].xaxis.set_minor_formatter(NullFormatter())
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def read_bif(path: Path | None, default: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Settings of the BIF by name, from a JSON file where one is given."""
+    return default if path is None else json.loads(path.read_text())
+
+
+def _buffer_bytes() -> int:
+    """What gradients held at once may take: a quarter of the GPU."""
+    return torch.cuda.get_device_properties(0).total_memory // 4 if torch.cuda.is_available() else 2 << 30
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name)

@@ -1,0 +1,569 @@
+"""Hyperparameters from measurements: how far to go, how much the losses count, and how long a step may be.
+
+`calibrate` chooses, in this order, and gives a reason for each:
+
+1. the localization γ at which Gaussian perturbations raise the mean loss by a chosen number of nats: the resolution at
+   which influence is read;
+2. nβ from the largest curvature λmax of the mean loss, nβ·λmax = κγ;
+3. the step size, stable for both under the sampler in use;
+4. burn-in and steps between draws, from how long the chain remembers;
+
+and tries them in a short pilot; a step from which chains diverge is halved.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import numbers
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.linalg import eigh_tridiagonal
+from torch import Tensor, nn
+
+from jostle import randomness, ranks
+from jostle.config import Precision, require_whole
+from jostle.data import Collate, Data
+from jostle.errors import ChainsFailedError, InputError, JostleWarning
+from jostle.functional import FunctionalModel, eval_mode, sample_means
+from jostle.in_place import InPlace
+from jostle.losses import Loss
+from jostle.losses import classification as classification_loss
+from jostle.posterior import Posterior
+from jostle.samplers import (
+    BAOAB,
+    SGNHT,
+    Gaussian,
+    LeimkuhlerMatthews,
+    OrnsteinUhlenbeck,
+    RMSpropSGLD,
+    Sampler,
+)
+from jostle.samplers.protocol import require_positive
+from jostle.sampling import attribute
+from jostle.weights import MovingWeights, WeightSelection
+
+RISE = 0.3
+"""Of the mean loss over w*, in nats; docs/calibration.md has the evidence."""
+
+KAPPA = 10.0
+"""κ = nβ·λmax/γ; docs/calibration.md has the evidence."""
+
+PROBED_EXAMPLES = 256
+"""Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""
+
+PERTURBATIONS = (4, 16, 64)
+"""The rise is averaged over so many Gaussian perturbations, each with its mirror image: over more of them where its
+standard error is still large. With many weights every perturbation raises the loss alike."""
+
+RISE_TOLERANCE, RISE_ERROR, MOST_TRIALS = 0.03, 0.05, 40
+"""How near the measured rise has to come to the chosen one, how large its standard error may be, both relatively; and
+how often to try."""
+
+WIDEST = 30.0
+"""Perturbations that are so many times the weights' own size and still do not raise the loss never will."""
+
+NUDGE = 1e-3
+"""Gradients are differenced over a distance that costs about so many nats along the steepest direction: far above
+rounding, and well within the quadratic neighbourhood."""
+
+CURVATURE_TOLERANCE, MOST_LANCZOS = 0.01, 40
+
+TOO_WIDE = 0.1
+"""SGLD's variance at a step of this share of the stable limit is 1/(1 − share) of what it should be."""
+
+SHARE = 0.25
+"""The share of the stable limit for rules whose variance is right at any stable step: losses are not quadratic, and
+minibatches are not all alike."""
+
+LONGEST_PULL = 4.0
+"""ε(γ + λ) of the Ornstein–Uhlenbeck rule where nothing limits it: a step that forgets 86 % of the last draw."""
+
+MEMORIES_OF_BURN_IN = 3
+
+PILOT_CHAINS, PILOT_DRAWS, PILOT_EXAMPLES = 2, 20, 64
+PILOT_RISE = 3.0
+"""A pilot whose mean loss rises more than so many times as far as without a gradient was not stable."""
+
+MOST_HALVINGS = 10
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A hyperparameter or a measurement, its value, and why it is what it is."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """λmax of a Hessian, and how far from an eigenvalue it may be."""
+
+    largest: float
+    residual: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was chosen, and why: ``attribute(model, train, query, **calibration.settings)`` samples with it."""
+
+    posterior: Posterior
+    sampler: Sampler
+    burn_in: int
+    thin: int
+    batch_size: int
+    rise: float
+    """Of the mean loss over w* under Gaussian perturbations at this localization, in nats, as measured."""
+    rise_error: float
+    """Its standard error over perturbations."""
+    curvature: Curvature
+    """At w*."""
+    curvature_nearby: float
+    """λmax at a perturbation: what a chain meets on its way."""
+    pilot: dict[str, Any] | None
+    choices: tuple[Choice, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `jostle.attribute` that were chosen."""
+        names = ("posterior", "sampler", "burn_in", "thin", "batch_size")
+        return {name: getattr(self, name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was measured and why each value was chosen, as plain data."""
+        return {
+            "rise": self.rise,
+            "rise_standard_error": self.rise_error,
+            "largest_curvature": self.curvature.largest,
+            "largest_curvature_nearby": self.curvature_nearby,
+            "pilot": self.pilot,
+            "choices": [dataclasses.asdict(choice) for choice in self.choices],
+        }
+
+
+class Probe:
+    """The mean loss over a part of the data, and its gradient, as functions of the moving weights."""
+
+    def __init__(self, model: FunctionalModel, loss: Loss, data: Data, batch_size: int, most: int) -> None:
+        chosen = np.asarray(data.spread(most))
+        self.model, self.examples = model, len(chosen)
+        self._loss, self._data = loss, data
+        self._batches = np.array_split(chosen, math.ceil(len(chosen) / batch_size))
+
+    @cached_property
+    def at_center(self) -> float:
+        """L̄(w*)."""
+        return self.mean_loss(self.model.moving.center)
+
+    @torch.no_grad()
+    def mean_loss(self, weights: Float[Tensor, " weight"]) -> float:
+        """L̄(w)."""
+        total = 0.0
+        for chosen in self._batches:
+            batch = self._data.batch(chosen)
+            losses = self.model.evaluate(self._loss, weights[None], batch)[0]
+            total += sample_means(losses, self._loss, batch).double().sum().item()
+        return total / self.examples
+
+    def gradient(self, weights: Float[Tensor, " weight"]) -> Float[Tensor, " weight"]:
+        """∇L̄(w)."""
+        total = torch.zeros_like(weights)
+        for chosen in self._batches:
+            part = self.model.mean_loss_gradient(self._loss, weights[None], self._data, [chosen])[0]
+            total += len(chosen) / self.examples * part
+        return total
+
+    def hessian_times(
+        self, weights: Float[Tensor, " weight"], direction: Float[Tensor, " weight"], distance: float
+    ) -> Float[Tensor, " weight"]:
+        """Hv = (∇L̄(w + hv) − ∇L̄(w − hv))/2h: no second derivative is asked of the model.
+
+        Many fast kernels (attention, our own cross-entropy) have none.
+        """
+        for _ in range(20):
+            ahead = self.gradient(weights + distance * direction)
+            difference = (ahead - self.gradient(weights - distance * direction)) / (2 * distance)
+            if torch.isfinite(difference).all():
+                return difference
+            distance /= 4
+        raise InputError(
+            "curvature", got="gradients that are not finite beside w*", expected="a loss that is smooth around w*"
+        )
+
+
+def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: int = 0) -> Curvature:
+    """λmax of the Hessian of the mean loss, by Lanczos iteration on Hessian-vector products.
+
+    A few power iterations first find how far apart gradients are to be taken: √(2·NUDGE/λ).
+
+    Reference: Lanczos, *An iteration method for the solution of the eigenvalue problem*, 1950; without
+    reorthogonalization, which the end of a spectrum does not need.
+    """
+    direction = _noise(probe.model, seed, 0)
+    distance = 1e-3 * (weights.norm().item() or math.sqrt(len(weights)))
+    for _ in range(3):
+        direction = direction / direction.norm()
+        image = probe.hessian_times(weights, direction, distance)
+        size = image.norm().item()
+        if not size:
+            return Curvature(0.0, 0.0)
+        distance, direction = math.sqrt(2 * NUDGE / size), image
+    direction, before, beta = direction / direction.norm(), torch.zeros_like(direction), 0.0
+    alphas: list[float] = []
+    betas: list[float] = []
+    while True:
+        image = probe.hessian_times(weights, direction, distance) - beta * before
+        alphas.append(torch.dot(image, direction).item())
+        image -= alphas[-1] * direction
+        beta = image.norm().item()
+        values, vectors = eigh_tridiagonal(np.array(alphas), np.array(betas))
+        largest, residual = float(values[-1]), beta * abs(float(vectors[-1, -1]))
+        scale = max(abs(values[0]), abs(values[-1]))
+        done = residual <= CURVATURE_TOLERANCE * largest or beta <= 1e-5 * scale
+        if done or len(alphas) in (MOST_LANCZOS, len(weights)):
+            return Curvature(largest, residual)
+        distance = math.sqrt(2 * NUDGE / scale)
+        betas.append(beta)
+        before, direction = direction, image / beta
+
+
+def _noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " weight"]:
+    """Standard normal numbers for every moving weight, the same whenever they are asked for."""
+    moving = model.moving
+    values = torch.empty_like(moving.center)
+    for part, block in randomness.noise(seed, [number], 0, moving, model.device):
+        values[part] = block[0]
+    return values
+
+
+def measured_rises(probe: Probe, localization: float, *, seed: int = 0, count: int = PERTURBATIONS[0]) -> np.ndarray:
+    """L̄(w* + ξ/√γ) − L̄(w*), each the mean over ξ and −ξ, so that nothing of the gradient at w* is in it."""
+    center = probe.model.moving.center
+    rises = []
+    for number in range(count):
+        jolt = _noise(probe.model, seed, number + 1) / math.sqrt(localization)
+        both = [probe.mean_loss(center + sign * jolt) for sign in (1, -1)]
+        rises.append(sum(both) / 2 - probe.at_center)
+    return np.array(rises)
+
+
+def localization_for(probe: Probe, rise: float, *, seed: int = 0) -> tuple[float, np.ndarray]:
+    """The localization at which Gaussian perturbations raise the mean loss by so many nats, and the rises it gives.
+
+    The same noise at every trial makes the rise a smooth function of γ; bisection on log γ finds where it is right.
+    """
+    typical = probe.model.moving.center.square().mean().sqrt().item() or 1.0
+    scale, rises = 1e-2 * typical, np.empty(0)
+    for count in PERTURBATIONS:
+        scale, rises = _search(probe, rise, scale, typical, seed, count)
+        if standard_error(rises) <= RISE_ERROR * rise:
+            break
+    return scale**-2, rises
+
+
+def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, count: int) -> tuple[float, np.ndarray]:
+    """The standard deviation of perturbations that raise the mean loss so far, from a first guess of it."""
+    tried: dict[float, np.ndarray] = {}
+    lower, upper = 0.0, math.inf
+    while len(tried) < MOST_TRIALS and lower < upper / (1 + 1e-4):
+        rises = tried[scale] = measured_rises(probe, scale**-2, seed=seed, count=count)
+        mean = float(rises.mean()) if np.isfinite(rises).all() else math.inf
+        if abs(mean / rise - 1) <= RISE_TOLERANCE:
+            break
+        lower, upper = (scale, upper) if mean < rise else (lower, scale)
+        if lower > WIDEST * typical:
+            raise InputError(
+                "rise",
+                got=f"{rise:g} nats, but perturbations of {lower / typical:.0f} times the weights' own size raise the "
+                f"mean loss by {mean:.3g}",
+                expected="a rise that the loss can reach",
+                fix="ask for a smaller one",
+            )
+        # A quadratic loss would be there with the next guess; what it leaves open is halved.
+        guess = scale * min(10.0, max(0.1, math.sqrt(rise / max(mean, 1e-30))))
+        scale = guess if lower < guess < upper else math.sqrt(lower * upper)
+    best = min(tried, key=lambda one: abs(_finite(tried[one].mean()) - rise))
+    return best, tried[best]
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of their mean."""
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def _finite(value: float) -> float:
+    return float(value) if math.isfinite(value) else 1e300
+
+
+def longest_step(sampler: Sampler, curvature: float, pull: float) -> tuple[float, float]:
+    """The step to take under a rule, and the limit of its stability, where nβλmax = ``curvature`` and γ + λ = ``pull``.
+
+    Limits are those of docs/samplers.md. Rules whose variance grows with the step stop where it is a tenth too wide
+    along the steepest direction; the others at a quarter of the limit.
+    """
+    total = curvature + pull
+    if isinstance(sampler, OrnsteinUhlenbeck):
+        # Its variance is 1/(1 − r·tanh(εκ/4)) of what it should be, r = nβλ/κ.
+        ratio = curvature / pull
+        limit = 4 / pull * math.atanh(1 / ratio) if ratio > 1 else math.inf
+        unlimited = ratio * math.tanh(LONGEST_PULL / 4) <= TOO_WIDE
+        return (LONGEST_PULL if unlimited else 4 * math.atanh(TOO_WIDE / ratio)) / pull, limit
+    if isinstance(sampler, RMSpropSGLD):
+        limit = 4 * sampler.stabilizer / total  # G is at most 1/e
+        return TOO_WIDE * limit, limit
+    exact = isinstance(sampler, LeimkuhlerMatthews | BAOAB | SGNHT)
+    return (SHARE if exact else TOO_WIDE) * 4 / total, 4 / total
+
+
+def _step_of(sampler: Any) -> float:
+    return sampler.step_size
+
+
+def memory(sampler: Sampler, pull: float) -> float:
+    """In how many steps a direction that nothing but the pull holds forgets: 2/(εκ), with momentum 1/√(εκ)."""
+    if isinstance(sampler, Gaussian):
+        return 1.0
+    step = _step_of(sampler)
+    if isinstance(sampler, RMSpropSGLD):
+        step = step / sampler.stabilizer
+    return max(1.0, 1 / math.sqrt(step * pull) if isinstance(sampler, BAOAB | SGNHT) else 2 / (step * pull))
+
+
+def calibrate(
+    model: nn.Module,
+    train: Any,
+    query: Any = None,
+    *,
+    sampling_data: Any = None,
+    loss: Loss | None = None,
+    potential_loss: Loss | None = None,
+    weights: WeightSelection = "all",
+    sampler: Sampler | None = None,
+    rise: float = RISE,
+    kappa: float = KAPPA,
+    localization: float | None = None,
+    n_beta: float | None = None,
+    step_size: float | None = None,
+    batch_size: int = 1024,
+    control_variates: bool = False,
+    precision: Precision = "model",
+    collate: Collate | None = None,
+    seed: int = 0,
+    pilot: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Calibration:
+    """Choose the posterior, the step size, the burn-in and the thinning for a model, with a reason for each.
+
+    Costs some hundred passes over 256 examples and a short pilot. The model is left as it was.
+
+    Args:
+        model: the trained model, at w*.
+        train: as for `jostle.attribute`, as are ``query``, ``sampling_data``, ``loss``, ``potential_loss``,
+            ``collate``, ``precision``, ``control_variates`` and ``batch_size``.
+        query: what the pilot observes besides.
+        sampling_data: what rise and curvature are measured on, and minibatches drawn from. Default: ``train``.
+        loss: what is recorded.
+        potential_loss: what drives the chain, where it differs.
+        weights: which weights move (see `jostle.Posterior`).
+        sampler: the rule; its step size is replaced. Default: `jostle.LeimkuhlerMatthews`.
+        rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*.
+        kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient.
+        localization: γ, where it is given; then no rise is aimed at.
+        n_beta: nβ, where it is given; then κ follows.
+        step_size: ε, where it is given; the pilot may still halve it.
+        batch_size: m, the size of a minibatch.
+        control_variates: whether chains are to use them.
+        precision: what chains are to compute in; measurements are in float32.
+        collate: makes a batch of a list of samples.
+        seed: of perturbations, and of the pilot.
+        pilot: whether to try the settings.
+        say: is told each choice as it is made.
+
+    Raises:
+        InputError: something passed cannot be used, or no setting was found that is stable.
+    """
+    require_positive("rise", rise)
+    if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
+        raise InputError("kappa", got=repr(kappa), expected="a finite number that is not negative")
+    if localization is not None:
+        require_positive("localization", localization)
+    require_whole("batch_size", batch_size, at_least=1)
+    loss = loss or classification_loss()
+    sampler = sampler or LeimkuhlerMatthews(step_size=1.0)
+    chosen: list[Choice] = []
+
+    def note(name: str, value: float | str, reason: str) -> None:
+        chosen.append(Choice(name, value if isinstance(value, str) else f"{value:.4g}", reason))
+        say(f"{name} {chosen[-1].value}: {reason}")
+
+    measured_on = _in_float32(model)
+    moving = MovingWeights(measured_on, weights)
+    with eval_mode(measured_on), InPlace(measured_on, moving) as in_place:
+        device = next(measured_on.parameters()).device
+        name, source = ("train", train) if sampling_data is None else ("sampling_data", sampling_data)
+        data = Data(source, name, collate=collate, device=device)
+        probe = Probe(in_place, potential_loss or loss, data, batch_size, PROBED_EXAMPLES)
+        if not math.isfinite(probe.at_center):
+            raise InputError(
+                f"loss at w* on {name}", got=probe.at_center, expected="finite losses at the checkpoint itself"
+            )
+        if localization is None:
+            localization, rises = localization_for(probe, rise, seed=seed)
+            reason = f"Gaussian perturbations of this precision raise the mean loss of {probe.at_center:.3g} by"
+        else:
+            rises, reason = (
+                measured_rises(probe, localization, seed=seed, count=PERTURBATIONS[1]),
+                "given; it raises the mean loss by",
+            )
+        found = float(rises.mean())
+        error = standard_error(rises)
+        note("localization", localization, f"{reason} {found:.3g} ± {error:.1g} nats ({probe.examples} examples)")
+        curvature = largest_curvature(probe, moving.center, seed=seed)
+        nearby = largest_curvature(
+            probe, moving.center + _noise(in_place, seed, 1) / math.sqrt(localization), seed=seed
+        ).largest
+        steepest = max(curvature.largest, nearby)
+        note(
+            "curvature",
+            steepest,
+            f"the largest of the mean loss: {curvature.largest:.3g} at w*, {nearby:.3g} at such a perturbation",
+        )
+    if isinstance(sampler, Gaussian) or kappa == 0 or n_beta == 0:
+        sampler, n_beta, asked = Gaussian(), 0.0, "no gradient was asked for: the control"
+        note("n_beta", 0.0, asked)
+    elif n_beta is None:
+        if not steepest > 0:
+            raise InputError("curvature", got=f"{steepest:.3g}", expected="a loss that curves upwards somewhere")
+        n_beta = kappa * localization / steepest
+        note("n_beta", n_beta, f"n_beta · curvature is {kappa:g} times the localization")
+    else:
+        note("n_beta", n_beta, f"given; n_beta · curvature is {n_beta * steepest / localization:.3g} · localization")
+    posterior = Posterior(n_beta=n_beta, localization=localization, weights=weights)
+    limit, step = math.inf, 0.0
+    if not isinstance(sampler, Gaussian):
+        longest, limit = longest_step(sampler, max(0.0, n_beta * steepest), localization)
+        step = longest if step_size is None else step_size
+        sampler = _with_step(sampler, step)
+    tried, halvings = None, 0
+    if pilot:
+        if query is None:
+            query = train
+        while True:
+            tried = _pilot(
+                model, train, query, sampling_data=sampling_data, loss=loss, potential_loss=potential_loss,
+                collate=collate, posterior=posterior, sampler=sampler, batch_size=batch_size, seed=seed,
+                control_variates=control_variates, precision=precision, expected_rise=found,
+            )  # fmt: skip
+            if tried["fault"] is None:
+                break
+            if halvings == MOST_HALVINGS or isinstance(sampler, Gaussian):
+                raise InputError(
+                    "step_size",
+                    got=f"a pilot that fails at {step:.3g} still: {tried['fault']}",
+                    expected="chains that stay",
+                    fix="lower --kappa or --rise, or raise --batch-size",
+                )
+            say(f"step_size {step:.3g} is rejected: {tried['fault']}")
+            halvings, step = halvings + 1, step / 2
+            sampler = _with_step(sampler, step)
+    if not isinstance(sampler, Gaussian):
+        stable = "stable at any length" if limit == math.inf else f"stable below {limit:.3g}"
+        reason = "given; " if step_size is not None else f"{type(sampler).__name__} is "
+        reason += f"{stable} for both"
+        if halvings:
+            reason += f"; halved {halvings} time{'s' if halvings > 1 else ''}, as the pilot was not stable"
+        note("step_size", step, reason)
+    forgets = memory(sampler, localization)
+    burn_in, thin = _lengths(sampler, localization)
+    note("burn_in", str(burn_in), f"{MEMORIES_OF_BURN_IN} times the {forgets:.1f} steps in which the pull forgets")
+    note("thin", str(thin), "those steps, rounded up")
+    if tried is not None:
+        note(
+            "pilot",
+            f"{tried['rise']:+.3g} nats",
+            f"rise of the mean loss over {PILOT_CHAINS} chains of {PILOT_DRAWS} draws; none failed",
+        )
+    return Calibration(
+        posterior=posterior,
+        sampler=sampler,
+        burn_in=burn_in,
+        thin=thin,
+        batch_size=batch_size,
+        rise=found,
+        rise_error=error,
+        curvature=curvature,
+        curvature_nearby=nearby,
+        pilot=tried,
+        choices=tuple(chosen),
+    )
+
+
+def _with_step(sampler: Any, step_size: float) -> Sampler:
+    return dataclasses.replace(sampler, step_size=step_size)
+
+
+def _lengths(sampler: Sampler, pull: float) -> tuple[int, int]:
+    """Burn-in and steps between draws."""
+    forgets = math.ceil(memory(sampler, pull))
+    return (1, 1) if isinstance(sampler, Gaussian) else (MEMORIES_OF_BURN_IN * forgets, forgets)
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """The model, or a copy of it in float32: differences of bfloat16 gradients are rounding and little else."""
+    narrow = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
+    return copy.deepcopy(model).float() if narrow else model
+
+
+def _pilot(
+    model: nn.Module,
+    train: Any,
+    query: Any,
+    *,
+    collate: Collate | None,
+    posterior: Posterior,
+    sampler: Sampler,
+    expected_rise: float,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Sample for a short while, and say what is wrong with it, if anything."""
+    device = next(model.parameters()).device
+    sets = []
+    for name, source in (("train", train), ("query", query)):
+        data = Data(source, name, collate=collate, device=device)
+        sets.append([data.sample(index) for index in data.spread(PILOT_EXAMPLES)])
+    burn_in, thin = _lengths(sampler, posterior.localization)
+    thin = math.ceil(thin / 4)  # what is not stable shows before the chain has forgotten anything often
+    if settings["sampling_data"] is None:
+        settings["sampling_data"] = train
+    started = time.perf_counter()
+    fault, rise = None, None
+    with warnings.catch_warnings(), ranks.alone():
+        warnings.simplefilter("ignore", JostleWarning)
+        try:
+            run = attribute(
+                model, sets[0], sets[1], posterior=posterior, sampler=sampler, chains=PILOT_CHAINS, draws=PILOT_DRAWS,
+                burn_in=burn_in, thin=thin, collate=collate, progress=False, compile=False, **settings,
+            )  # fmt: skip
+        except ChainsFailedError:
+            fault = "every chain left the finite numbers"
+        else:
+            found = run.diagnostics()
+            rise = found["rise"]
+            if run.failed_chains:
+                fault = f"chain {run.failed_chains[0]} left the finite numbers"
+            elif found["runaway"]["chains"]:
+                fault = "the mean loss grows without end"
+            elif rise > PILOT_RISE * max(expected_rise, 0.0):
+                fault = f"the mean loss rises by {rise:.3g} nats, {rise / expected_rise:.3g} times as far as it should"
+    return {"fault": fault, "rise": rise, "seconds": time.perf_counter() - started}

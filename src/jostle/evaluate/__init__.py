@@ -1,0 +1,38 @@
+"""Does attribution predict reality? Retraining banks, and metrics of scores against them."""
+
+from jostle.evaluate.bank import Bank, Measure, retrain
+from jostle.evaluate.metrics import (
+    Detection,
+    Measured,
+    Removal,
+    lds,
+    leave_one_out_correlation,
+    mislabel_detection,
+    removal,
+    repeatability,
+    self_influence,
+)
+from jostle.evaluate.report import Report, Row, compare
+from jostle.evaluate.subsets import Subsets, leave_one_out, random_subsets, removals
+
+__all__ = [
+    "Bank",
+    "Detection",
+    "Measure",
+    "Measured",
+    "Removal",
+    "Report",
+    "Row",
+    "Subsets",
+    "compare",
+    "lds",
+    "leave_one_out",
+    "leave_one_out_correlation",
+    "mislabel_detection",
+    "random_subsets",
+    "removal",
+    "removals",
+    "repeatability",
+    "retrain",
+    "self_influence",
+]

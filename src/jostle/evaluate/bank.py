@@ -1,0 +1,379 @@
+"""The retraining bank: what really happens to every query's loss when a model is trained on a part of the data.
+
+A bank is a directory::
+
+    bank.json            what it was made from: fingerprints of the data, subsets, the model's shape
+    subsets.npy          which examples each subset holds, as bits
+    retrainings/         one file for each (subset, seed) that is done: the losses of all queries
+    failures/            one file for each that failed, with the reason
+
+Every retraining is stored when it is done, whole or not at all, and is never done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors.numpy
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from jostle._version import __version__
+from jostle.data import Collate, Data
+from jostle.errors import InputError, RetrainingFailedWarning
+from jostle.evaluate.subsets import Subsets
+from jostle.functional import Observable, eval_mode, sample_means
+from jostle.losses import Loss
+from jostle.losses import classification as classification_loss
+from jostle.scores import Scores
+
+FORMAT = 1
+LOSS = "loss"
+
+TrainFunction = Callable[[Int[np.ndarray, " member"], int], nn.Module]
+
+
+class Bank:
+    """Losses of queries after retraining on subsets: a directory that can be filled from several places and times."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        try:
+            self.about: dict[str, Any] = json.loads((self.directory / "bank.json").read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(
+                "bank", got=f"no readable bank.json in {directory}", expected="the directory of a retraining bank"
+            ) from error
+        if self.about.get("format") != FORMAT:
+            raise InputError("bank", got=f"format {self.about.get('format')}", expected=f"format {FORMAT}")
+        packed = np.load(self.directory / "subsets.npy")
+        members = np.unpackbits(packed, axis=1, count=self.about["train"]).astype(bool)
+        self.subsets = Subsets(members, self.about["kind"], self.about["labels"])
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | Path,
+        subsets: Subsets,
+        *,
+        queries: int,
+        fingerprints: Mapping[str, str],
+        dtype: Literal["float32", "float16"] = "float32",
+        shapes: Mapping[str, list[int]] | None = None,
+    ) -> Bank:
+        """Make a bank, or open the one that is there: of the same data, and of these subsets or the first of them.
+
+        Args:
+            directory: where it goes.
+            subsets: what is trained on. A bank that has the first of them takes the others in addition.
+            queries: the number of queries.
+            fingerprints: of the ``train`` and ``query`` data; scores of other data are refused.
+            dtype: what losses are stored in; half precision halves the space and keeps three digits.
+            shapes: the shapes of the model's parameters; default: those of the first model that comes back.
+        """
+        directory = Path(directory)
+        about = {
+            "format": FORMAT, "jostle": __version__, "kind": subsets.kind, "train": subsets.members.shape[1],
+            "queries": queries, "fingerprints": dict(fingerprints), "dtype": dtype, "shapes": shapes,
+            "labels": [dict(label) for label in subsets.labels],
+        }  # fmt: skip
+        if (directory / "bank.json").exists():
+            there = cls(directory)
+            there._require_same(about, subsets)
+            if len(subsets) <= len(there.subsets):
+                return there
+            about |= {"dtype": there.about["dtype"], "shapes": there.about["shapes"] or shapes}
+        elif directory.exists() and any(directory.iterdir()):
+            raise InputError("bank", got=f"{directory}, which holds something else", expected="a new directory")
+        for name in ("retrainings", "failures"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        packed = np.packbits(subsets.members, axis=1)
+        _write(directory / "subsets.npy", lambda path: np.save(path, packed))
+        _write(directory / "bank.json", lambda path: path.write_text(json.dumps(about)))
+        return cls(directory)
+
+    def _require_same(self, about: Mapping[str, Any], subsets: Subsets) -> None:
+        for key in ("train", "queries", "kind", "fingerprints"):
+            if self.about[key] != about[key]:
+                raise InputError(
+                    "bank",
+                    got=f"{self.directory}, whose {key} is {self.about[key]}",
+                    expected=f"{about[key]}, as passed now",
+                    fix="choose another directory, or delete this one",
+                )
+        both = min(len(subsets), len(self.subsets))
+        if not np.array_equal(self.subsets.members[:both], subsets.members[:both]):
+            raise InputError(
+                "bank",
+                got=f"{self.directory}, a bank of other subsets",
+                expected="the same ones, or more of them from the same seed",
+                fix="choose another directory, or delete this one",
+            )
+
+    def __len__(self) -> int:
+        return len(self.subsets)
+
+    def __repr__(self) -> str:
+        return f"Bank({str(self.directory)!r}: {self.summary()['text']})"
+
+    def todo(self, seeds: int, *, subsets: int | None = None, retry: bool = False) -> list[tuple[int, int]]:
+        """Return the (subset, seed) pairs that are neither done nor, unless ``retry``, failed; one seed of all first.
+
+        ``subsets`` restricts them to the first so many subsets.
+        """
+        known = self._pairs("retrainings") | (set() if retry else self._pairs("failures"))
+        rows = len(self) if subsets is None else min(subsets, len(self))
+        return [(subset, seed) for seed in range(seeds) for subset in range(rows) if (subset, seed) not in known]
+
+    def store(self, subset: int, seed: int, values: Mapping[str, Float[np.ndarray, " query"]]) -> None:
+        """Keep what one retraining gave: ``"loss"``, one number a query, and any other observables.
+
+        What is not finite or of another length is recorded as a failure.
+        """
+        tensors = {}
+        for name, value in values.items():
+            value = np.asarray(value, np.float32)
+            if name == LOSS and value.shape != (self.about["queries"],):
+                self.fail(subset, seed, f"losses of shape {value.shape} for {self.about['queries']} queries")
+                return
+            with np.errstate(over="ignore"):
+                tensors[name] = value.astype(self.about["dtype"])
+            if not np.isfinite(tensors[name]).all():
+                self.fail(subset, seed, f"a {name} that is not finite in {self.about['dtype']}")
+                return
+        path = self._path("retrainings", subset, seed)
+        _write(path, lambda temporary: safetensors.numpy.save_file(tensors, temporary))
+        self._path("failures", subset, seed).unlink(missing_ok=True)
+
+    def fail(self, subset: int, seed: int, reason: str) -> None:
+        """Record that one retraining failed, and why."""
+        text = json.dumps({"subset": subset, "seed": seed, "reason": reason})
+        _write(self._path("failures", subset, seed), lambda path: path.write_text(text))
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """The retrainings that failed, with their reasons."""
+        return [json.loads(path.read_text()) for path in sorted((self.directory / "failures").glob("*.json"))]
+
+    @property
+    def observables(self) -> list[str]:
+        """What was kept of every retraining: ``"loss"``, and others that were asked for."""
+        done = sorted(self._pairs("retrainings"))
+        return sorted(safetensors.numpy.load_file(self._path("retrainings", *done[0]))) if done else []
+
+    def values(self, name: str = LOSS) -> Float[np.ndarray, "subset seed query"]:
+        """Return what retrainings gave, NaN where one is missing; losses unless another observable is named."""
+        pairs = sorted(self._pairs("retrainings"))
+        if not pairs:
+            failures = self.failures
+            why = f"; the first of {len(failures)} failures: {failures[0]['reason']}" if failures else ""
+            raise InputError("bank", got=f"{self.directory} without a finished retraining{why}", expected="some")
+        if name not in self.observables:
+            raise InputError("observable", got=repr(name), expected=f"one of {', '.join(self.observables)}")
+        first = safetensors.numpy.load_file(self._path("retrainings", *pairs[0]))[name]
+        result = np.full((len(self), 1 + max(seed for _, seed in pairs), len(first)), np.nan, np.float32)
+        for subset, seed in pairs:
+            result[subset, seed] = safetensors.numpy.load_file(self._path("retrainings", subset, seed))[name]
+        return result
+
+    def summary(self) -> dict[str, Any]:
+        """Say how far the bank is, and what failed."""
+        done, failures = self._pairs("retrainings"), self.failures
+        seeds = 1 + max((seed for _, seed in done), default=-1)
+        text = f"{len(done)} retrainings of {len({subset for subset, _ in done})} of {len(self)} subsets"
+        text += f", up to {seeds} seeds each" if seeds > 1 else ""
+        if failures:
+            first = failures[0]
+            text += f"; {len(failures)} failed, the first (subset {first['subset']}, seed {first['seed']}): "
+            text += first["reason"]
+        return {"finished": len(done), "subsets": len(self), "seeds": seeds, "failures": failures, "text": text}
+
+    def check(self, scores: Scores) -> None:
+        """Refuse scores of other data, of another size, that are not finite, or that are constant."""
+        expected = (self.about["train"], self.about["queries"])
+        if scores.shape != expected:
+            raise InputError(
+                f"scores of {scores.method}",
+                got=f"{scores.shape[0]} train × {scores.shape[1]} query",
+                expected=f"{expected[0]} × {expected[1]}, as in the bank",
+            )
+        theirs = scores.provenance.get("fingerprints", {})
+        for name, ours in self.about["fingerprints"].items():
+            if name in theirs and theirs[name] != ours:
+                raise InputError(
+                    f"scores of {scores.method}",
+                    got=f"{name} data with fingerprint {theirs[name]}",
+                    expected=f"{ours}, that of the bank",
+                    fix="score the examples that the bank was retrained on, in the same order",
+                )
+        if not np.isfinite(scores.values).all():
+            raise InputError(f"scores of {scores.method}", got="values that are not finite", expected="finite ones")
+        if (np.ptp(scores.values, axis=0) == 0).all():
+            raise InputError(
+                f"scores of {scores.method}",
+                got="the same score for every training example",
+                expected="scores that differ, since what is constant has no rank",
+            )
+
+    def require_shapes(self, shapes: dict[str, list[int]]) -> str | None:
+        """Say how a model differs in shape from those before it; None where it does not. The first one decides."""
+        if self.about["shapes"] is None:
+            self.about["shapes"] = shapes
+            _write(self.directory / "bank.json", lambda path: path.write_text(json.dumps(self.about)))
+        for name in [*self.about["shapes"], *shapes]:
+            expected, got = self.about["shapes"].get(name), shapes.get(name)
+            if expected != got:
+                return f"a model of another shape: {name} is {got}, expected {expected}"
+        return None
+
+    def _pairs(self, kind: str) -> set[tuple[int, int]]:
+        names = (path.stem.split("-") for path in (self.directory / kind).glob("[0-9]*-[0-9]*.*"))
+        return {(int(subset), int(seed)) for subset, seed in names}
+
+    def _path(self, kind: str, subset: int, seed: int) -> Path:
+        suffix = "safetensors" if kind == "retrainings" else "json"
+        return self.directory / kind / f"{subset:05d}-{seed}.{suffix}"
+
+
+def retrain(
+    train_function: TrainFunction,
+    train: Any,
+    query: Any,
+    *,
+    subsets: Subsets,
+    out: str | Path,
+    seeds: int = 1,
+    loss: Loss | None = None,
+    observables: Mapping[str, Observable] | None = None,
+    collate: Collate | None = None,
+    batch_size: int = 256,
+    dtype: Literal["float32", "float16"] = "float32",
+    like: nn.Module | None = None,
+    jobs: int = 1,
+    minutes: float | None = None,
+    retry: bool = False,
+) -> Bank:
+    """Train a model on every subset, several times, and keep the loss of every query.
+
+    Runs through joblib: ``jobs`` processes here, or whatever ``joblib.parallel_config`` says (Dask, Ray, ...). Each
+    result is stored as it comes; the same call again goes on with what is missing. A call of ``train_function`` that
+    raises, or returns a model of another shape, is recorded and the others go on.
+
+    Args:
+        train_function: ``train(indices, seed) -> model``. All its randomness should come from the seed.
+        train: the training examples, of which subsets are taken; only their fingerprint and number are used here.
+        query: the examples whose losses are kept.
+        subsets: `random_subsets`, `leave_one_out` or `removals`.
+        out: the directory of the bank.
+        seeds: how often each subset is trained on, with seeds 0, 1, ...; losses are averaged over them.
+        loss: as for `jostle.attribute`; a sequence's loss is the mean of its tokens'.
+        observables: what else to keep of every model: ``{"name": f(model) -> (p,)}``; `brittleness` wants a margin.
+        collate: makes a batch of a list of samples.
+        batch_size: queries in one pass.
+        dtype: what losses are stored in.
+        like: a model of the shape that is expected; default: the first that comes back.
+        jobs: how many processes train at once; −1 for one a core.
+        minutes: begin no retraining after so long.
+        retry: try again what failed before.
+
+    Returns:
+        The bank, finished or not; `Bank.summary` says how far it is.
+    """
+    import joblib
+
+    data = {name: Data(source, name, collate=collate) for name, source in (("train", train), ("query", query))}
+    if subsets.members.shape[1] != len(data["train"]):
+        raise InputError(
+            "subsets", got=f"subsets of {subsets.members.shape[1]}", expected=f"{len(data['train'])}, as in train"
+        )
+    bank = Bank.create(
+        out, subsets, queries=len(data["query"]), dtype=dtype, shapes=None if like is None else shapes_of(like),
+        fingerprints={name: one.fingerprint() for name, one in data.items()},
+    )  # fmt: skip
+    measure = Measure(query, loss or classification_loss(), dict(observables or {}), collate, batch_size)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def tasks() -> Iterator[Any]:
+        for subset, seed in bank.todo(seeds, subsets=len(subsets), retry=retry):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            yield joblib.delayed(_retrain_once)(train_function, measure, subsets.indices(subset), subset, seed)
+
+    # Dispatched one by one, so that none begins after the deadline; collected as they come, so that all are kept.
+    options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "n_jobs", "batch_size": 1}
+    parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
+    for outcome in parallel(tasks()):
+        failure = outcome.failure or bank.require_shapes(outcome.shapes)
+        if failure is None:
+            bank.store(outcome.subset, outcome.seed, outcome.values)
+        else:
+            bank.fail(outcome.subset, outcome.seed, failure)
+    if bank.failures:
+        warnings.warn(bank.summary()["text"], RetrainingFailedWarning, stacklevel=2)
+    return bank
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is kept of a model: the loss of every query, and observables."""
+
+    query: Any
+    loss: Loss
+    observables: Mapping[str, Observable]
+    collate: Collate | None = None
+    batch_size: int = 256
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> dict[str, Float[np.ndarray, " query"]]:
+        """Evaluate, with dropout off and batch statistics frozen."""
+        with eval_mode(model):
+            data = Data(self.query, "query", collate=self.collate, device=next(model.parameters()).device)
+            parts = []
+            for start in range(0, len(data), self.batch_size):
+                batch = data.batch(range(start, min(start + self.batch_size, len(data))))
+                parts.append(sample_means(self.loss(model, batch), self.loss, batch).float())
+            found = {LOSS: torch.cat(parts).cpu().numpy()}
+            return found | {name: phi(model).float().cpu().numpy() for name, phi in self.observables.items()}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    subset: int
+    seed: int
+    values: dict[str, np.ndarray]
+    shapes: dict[str, list[int]]
+    failure: str | None = None
+
+
+def _retrain_once(
+    train_function: TrainFunction, measure: Measure, indices: np.ndarray, subset: int, seed: int
+) -> _Outcome:
+    """One retraining, wherever it runs; what goes wrong in it is a result."""
+    try:
+        model = train_function(indices, seed)
+        if not isinstance(model, nn.Module):
+            return _Outcome(subset, seed, {}, {}, f"train returned a {type(model).__name__}, not a torch.nn.Module")
+        return _Outcome(subset, seed, measure(model), shapes_of(model))
+    except Exception as error:  # the user's code may raise anything
+        return _Outcome(subset, seed, {}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of a model's parameters, by name."""
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    write(temporary)
+    os.replace(temporary, path)

@@ -1,0 +1,335 @@
+"""Do scores predict what retraining does?
+
+A score is the change of a query's loss for extra weight on an example (negative helps), up to a positive factor.
+Trained on a subset D, every example outside of it loses its weight, so the loss of query j is
+
+    φⱼ(D) ≈ φⱼ(all) − Σ_{i∉D} τᵢⱼ = constantⱼ + Σ_{i∈D} τᵢⱼ,
+
+with the sign as stored. Constants and the positive factor do not matter to a rank correlation over subsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Bool, Float
+
+from jostle.errors import InputError
+from jostle.evaluate.bank import Bank
+from jostle.run import Run
+from jostle.scores import Scores
+
+Per = Literal["query", "subset"]
+Correlation = Literal["spearman", "pearson"]
+
+BOOTSTRAP = 200
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number with its bootstrap standard error.
+
+    Attributes:
+        value: the number.
+        standard_error: over resampled queries, subsets and seeds.
+        each: what it is the mean of, where it is one: a correlation for each query, or for each subset.
+    """
+
+    value: float
+    standard_error: float
+    each: Float[np.ndarray, " one"] = field(default_factory=lambda: np.empty(0), repr=False)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 %, by the normal approximation: resampled seeds make every replicate noisier than the number itself."""
+        half = NORMAL_95 * self.standard_error
+        return self.value - half, self.value + half
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {NORMAL_95 * self.standard_error:.3f}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        return {"value": self.value, "standard_error": self.standard_error, "interval": list(self.interval)}
+
+
+def lds(
+    bank: Bank,
+    scores: Scores,
+    *,
+    per: Per = "query",
+    correlation: Correlation = "spearman",
+    bootstrap: int = BOOTSTRAP,
+    seed: int = 0,
+) -> Measured:
+    """The linear datamodeling score: how well summed scores rank the losses of retrained models.
+
+    ``per="query"`` (the headline): for each query, the rank correlation over subsets, averaged over queries. It asks
+    which subsets are good for this query, as Park et al. (TRAK, 2023) do. ``per="subset"`` is the equation of the
+    paper: for each subset, the rank correlation over queries. A predictor that knows nothing but how hard each query
+    is does well there; see the control `jostle.attributors.query_difficulty`.
+
+    Args:
+        bank: retrainings on random subsets, or on all examples but one.
+        scores: of the bank's training examples on its queries.
+        per: over what one correlation is taken.
+        correlation: of ranks, or of values.
+        bootstrap: how many times queries, subsets and seeds are resampled for the standard error.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: scores of other data or of another size, or constant ones.
+    """
+    bank.check(scores)
+    return _lds(predicted_losses(bank, scores), bank.values(), per, correlation, bootstrap, seed)
+
+
+def leave_one_out_correlation(
+    bank: Bank,
+    scores: Scores,
+    *,
+    correlation: Correlation = "spearman",
+    bootstrap: int = BOOTSTRAP,
+    seed: int = 0,
+) -> Measured:
+    """For each query, the correlation over removed examples of the predicted and the real change of its loss; the mean.
+
+    Without example i the loss should change by −τᵢⱼ. That is the LDS of the subsets "all but one".
+    """
+    if bank.subsets.kind != "leave-one-out":
+        raise InputError("bank", got=f"subsets of kind {bank.subsets.kind!r}", expected="those of leave_one_out()")
+    return lds(bank, scores, correlation=correlation, bootstrap=bootstrap, seed=seed)
+
+
+def predicted_losses(bank: Bank, scores: Scores) -> Float[np.ndarray, "subset query"]:
+    """Σ_{i∈D} τᵢⱼ for every subset D and query j: the predicted losses, up to what does not depend on the subset."""
+    values = scores.values.astype(np.float64)
+    predicted = bank.subsets.members.astype(np.float64) @ values
+    # A constant column is the size of the subset alone; summed in some order it would get ranks from rounding.
+    constant = np.ptp(values, axis=0) == 0
+    predicted[:, constant] = bank.subsets.members.sum(1)[:, None] * values[:1, constant]
+    return predicted
+
+
+def repeatability(bank: Bank) -> float | None:
+    """The mean correlation, per query over subsets, of the losses from half of the seeds with those from the others.
+
+    None where there is one seed. Where it is low, subsets hardly matter against the randomness of training, and no
+    method can have a high LDS.
+    """
+    losses = bank.values()
+    halves = losses[:, 0::2], losses[:, 1::2]
+    both = [np.isfinite(half[:, :, 0]).any(1) for half in halves]
+    rows = both[0] & both[1] if halves[1].shape[1] else np.zeros(len(losses), bool)
+    if rows.sum() < 3:
+        return None
+    first, second = (scipy.stats.rankdata(np.nanmean(half[rows], axis=1).T, axis=1) for half in halves)
+    return float(correlations(first, second, np.ones(rows.sum())).mean())
+
+
+def _lds(
+    predicted: Float[np.ndarray, "subset query"],
+    losses: Float[np.ndarray, "subset seed query"],
+    per: Per,
+    correlation: Correlation,
+    bootstrap: int,
+    seed: int,
+) -> Measured:
+    if per not in ("query", "subset"):
+        raise InputError("per", got=repr(per), expected="'query' or 'subset'")
+    done = np.isfinite(losses[:, :, 0])
+    finished = done.any(1)
+    if finished.sum() < 3:
+        raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
+    predicted, losses, done = predicted[finished], np.nan_to_num(losses[finished].astype(np.float64)), done[finished]
+    subsets, seeds, queries = losses.shape
+    generator = np.random.default_rng(seed)
+
+    def ranked(values: Float[np.ndarray, "subset query"]) -> Float[np.ndarray, "row column"]:
+        """One correlation a row; Spearman's is Pearson's of ranks."""
+        rows = values.T if per == "query" else values
+        return scipy.stats.rankdata(rows, axis=1) if correlation == "spearman" else np.ascontiguousarray(rows)
+
+    def over_seeds(weights: Float[np.ndarray, "subset seed"]) -> Float[np.ndarray, "row column"]:
+        share = weights / np.maximum(weights.sum(1, keepdims=True), 1)
+        return ranked(np.einsum("ksq,ks->kq", losses, share))
+
+    def resampled(count: int, size: int | None = None) -> np.ndarray:
+        return generator.multinomial(count, np.full(count, 1 / count), size).astype(float)
+
+    guessed, real = ranked(predicted), over_seeds(done.astype(float))
+    each = correlations(guessed, real, np.ones(guessed.shape[1]))
+    replicates = []
+    for _ in range(bootstrap):
+        of_subsets, of_queries = resampled(subsets), resampled(queries)
+        if seeds > 1:
+            # Within each subset: a seed that all subsets share would move them all alike, and no ranks.
+            weights = done * resampled(seeds, subsets)
+            real, of_subsets = over_seeds(weights), of_subsets * (weights.sum(1) > 0)
+        # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
+        columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
+        replicates.append((correlations(guessed, real, columns) * rows).sum() / rows.sum())
+    return Measured(float(each.mean()), _spread(replicates), each)
+
+
+def correlations(
+    left: Float[np.ndarray, "row column"], right: Float[np.ndarray, "row column"], weights: Float[np.ndarray, " column"]
+) -> Float[np.ndarray, " row"]:
+    """Pearson's correlation of each pair of rows, where column k counts ``weights[k]`` times; 0 for a constant row."""
+    share = weights / weights.sum()
+    a, b = (one - (one @ share)[:, None] for one in (left, right))
+    variances = (a**2 @ share) * (b**2 @ share)
+    defined = variances > 0
+    return np.where(defined, (a * b) @ share / np.sqrt(np.where(defined, variances, 1)), 0.0)
+
+
+def _spread(replicates: Sequence[float]) -> float:
+    return float(np.std(replicates, ddof=1)) if len(replicates) > 1 else float("nan")
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well a suspicion finds mislabelled examples.
+
+    Attributes:
+        auroc: the probability that a mislabelled example is more suspicious than another.
+        inspected: shares of the training set, most suspicious first.
+        found: the share of the mislabelled examples among them.
+    """
+
+    auroc: Measured
+    inspected: Float[np.ndarray, " point"]
+    found: Float[np.ndarray, " point"]
+
+    def found_at(self, share: float) -> float:
+        """Return the share of mislabelled examples found after inspecting a share of the training set."""
+        return float(np.interp(share, self.inspected, self.found))
+
+
+def mislabel_detection(
+    self_influence: Float[np.ndarray, " train"],
+    mislabelled: Bool[np.ndarray, " train"],
+    *,
+    bootstrap: int = BOOTSTRAP,
+    seed: int = 0,
+) -> Detection:
+    """Rank training examples by how strongly they influence themselves, and see where the mislabelled ones stand.
+
+    Args:
+        self_influence: τᵢᵢ with the sign of `Scores`: the most negative is the most suspicious, since a wrong label is
+            one that only its own example supports.
+        mislabelled: which labels are wrong.
+        bootstrap: how many times examples are resampled for the standard error.
+        seed: of the bootstrap.
+    """
+    suspicion, wrong = -np.asarray(self_influence, np.float64), np.asarray(mislabelled, bool)
+    if suspicion.shape != wrong.shape or suspicion.ndim != 1:
+        raise InputError("mislabelled", got=f"shape {wrong.shape}", expected=f"shape {suspicion.shape}, as the scores")
+    if not wrong.any() or wrong.all():
+        raise InputError("mislabelled", got=f"{wrong.sum()} of {len(wrong)}", expected="some, and not all")
+    if not np.isfinite(suspicion).all():
+        raise InputError("self_influence", got="values that are not finite", expected="finite ones")
+    generator = np.random.default_rng(seed)
+
+    def auroc(bad: np.ndarray, good: np.ndarray) -> float:
+        above = scipy.stats.rankdata(np.concatenate([bad, good]))[: len(bad)].sum() - len(bad) * (len(bad) + 1) / 2
+        return float(above / (len(bad) * len(good)))
+
+    groups = suspicion[wrong], suspicion[~wrong]
+    # Within each group, so that no replicate lacks one of them.
+    replicates = [auroc(*(generator.choice(group, len(group)) for group in groups)) for _ in range(bootstrap)]
+    order = np.argsort(-suspicion, kind="stable")
+    return Detection(
+        Measured(auroc(*groups), _spread(replicates)),
+        np.arange(len(wrong) + 1) / len(wrong),
+        np.concatenate([[0.0], np.cumsum(wrong[order]) / wrong.sum()]),
+    )
+
+
+def self_influence(run: Run, *, normalize: bool = False) -> Float[np.ndarray, " train"]:
+    """−Var(ℓᵢ) of every training example over the draws; divided by its mean loss over the draws if ``normalize``."""
+    columns, losses = run.traces.columns("train"), run.traces.losses("train")
+    healthy = run.healthy_chains
+    values = np.asarray(losses)[healthy].astype(np.float64)
+    if columns.per_token:
+        values = np.stack([values[:, :, columns.of(i)].mean(2) for i in range(columns.samples)], axis=2)
+    flat = values.reshape(-1, values.shape[2])
+    variance = flat.var(0, ddof=1)
+    return -variance / flat.mean(0) if normalize else -variance
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What taking away the most helpful examples does, by method.
+
+    Attributes:
+        counts: how many examples were taken away.
+        rise: for each method, the mean over its queries of the rise in the query's loss, for each count.
+        brittle: for each method, the share of the queries that were right at first and wrong afterwards, for each
+            count; None without an observable ``"margin"``.
+        fewest: for each method and query, the smallest count that made the query wrong; None where none did.
+    """
+
+    counts: list[int]
+    rise: dict[str, list[Measured]]
+    brittle: dict[str, list[float]] | None
+    fewest: dict[str, dict[int, int | None]] | None
+
+
+def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal:
+    """Compare removing what helps a query most with removing as many examples picked blindly.
+
+    The bank's subsets are those of `removals`. Where it keeps an observable ``"margin"`` (one number a query, positive
+    where the model is right), also say how few removals turn a right answer into a wrong one: the brittleness.
+    """
+    labels = bank.subsets.labels
+    if bank.subsets.kind != "removal":
+        raise InputError("bank", got=f"subsets of kind {bank.subsets.kind!r}", expected="those of removals()")
+    methods = list(dict.fromkeys(label["method"] for label in labels if label["k"]))
+    counts = sorted({label["k"] for label in labels if label["k"]})
+    queries = sorted({label["query"] for label in labels if "query" in label})
+    losses = _seed_means(bank.values())
+    generator = np.random.default_rng(seed)
+    margins = _seed_means(bank.values("margin")) if "margin" in bank.observables else None
+    rise: dict[str, list[Measured]] = {method: [] for method in methods}
+    brittle: dict[str, list[float]] = {method: [] for method in methods}
+    fewest: dict[str, dict[int, int | None]] = {method: dict.fromkeys(queries) for method in methods}
+    for method in methods:
+        for k in counts:
+            rises = np.array([_after(losses, labels, method, k, query) - losses[0, query] for query in queries])
+            real = rises[np.isfinite(rises)]
+            if not len(real):
+                raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
+            means = [generator.choice(real, len(real)).mean() for _ in range(bootstrap)]
+            rise[method].append(Measured(float(real.mean()), _spread(means), rises))
+            if margins is None:
+                continue
+            right = [query for query in queries if margins[0, query] > 0]
+            for query in right:
+                if _after(margins, labels, method, k, query) < 0 and fewest[method][query] is None:
+                    fewest[method][query] = k
+            flipped = sum(fewest[method][query] is not None for query in right)
+            brittle[method].append(flipped / max(1, len(right)))
+    return Removal(counts, rise, brittle if margins is not None else None, fewest if margins is not None else None)
+
+
+def _after(values: np.ndarray, labels: Sequence[Any], method: str, k: int, query: int) -> float:
+    """A query's value without k examples: those of the method for it, or blind ones, averaged."""
+    rows = [
+        row
+        for row, label in enumerate(labels)
+        if label["method"] == method and label["k"] == k and label.get("query", query) == query
+    ]
+    column = values[rows, query]
+    return float(np.mean(column[np.isfinite(column)])) if np.isfinite(column).any() else float("nan")
+
+
+def _seed_means(values: Float[np.ndarray, "subset seed query"]) -> Float[np.ndarray, "subset query"]:
+    finite = np.isfinite(values)
+    total = np.where(finite, values, 0).sum(1)
+    return np.where(finite.any(1), total / np.maximum(finite.sum(1), 1), np.nan)

@@ -1,0 +1,264 @@
+"""Methods beside each other on one bank, with the controls: as a table and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from jostle import plots
+from jostle.attributors import bm25, query_difficulty, random_scores, subset_size
+from jostle.errors import InputError
+from jostle.evaluate.bank import Bank
+from jostle.evaluate.metrics import (
+    BOOTSTRAP,
+    NORMAL_95,
+    Detection,
+    Measured,
+    Removal,
+    lds,
+    mislabel_detection,
+    removal,
+    repeatability,
+    self_influence,
+)
+from jostle.run import Run, load
+from jostle.scores import Scores
+
+METHOD_COLOUR, CONTROL_COLOUR = plots.BLUE, "#999999"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one bank.
+
+    Attributes:
+        method: its name.
+        control: whether it is one of the controls, which know nothing of training.
+        per_query: the LDS per query over subsets: the headline.
+        per_subset: the LDS of the paper's equation, per subset over queries; None for "all but one", where
+            a correlation over queries is of no single example.
+        seconds: what the scores took, where that is known.
+        mislabels: what self-influence finds, where mislabelled examples were given.
+    """
+
+    method: str
+    control: bool
+    per_query: Measured
+    per_subset: Measured | None
+    seconds: float | None = None
+    mislabels: Detection | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        return {
+            "method": self.method,
+            "control": self.control,
+            "per_query": self.per_query.to_dict(),
+            "per_subset": None if self.per_subset is None else self.per_subset.to_dict(),
+            "seconds": self.seconds,
+            "mislabels": None if self.mislabels is None else self.mislabels.auroc.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """All methods on one bank.
+
+    Attributes:
+        rows: methods, then controls.
+        kind: of the bank's subsets.
+        summary: of the bank, with its failures.
+        repeatability: of the retrained losses themselves; see `jostle.evaluate.repeatability`.
+        removed: of a bank of removals, what they did.
+    """
+
+    rows: list[Row]
+    kind: str
+    summary: Mapping[str, Any]
+    repeatability: float | None = None
+    removed: Removal | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        plain: dict[str, Any] = {
+            "kind": self.kind,
+            "bank": dict(self.summary),
+            "repeatability": self.repeatability,
+            "methods": [row.to_dict() for row in self.rows],
+        }
+        if self.removed is not None:
+            plain["removal"] = {
+                "counts": self.removed.counts,
+                "rise": {name: [one.to_dict() for one in all_] for name, all_ in self.removed.rise.items()},
+                "brittle": self.removed.brittle,
+            }
+        return plain
+
+    def draw(self, path: str | Path) -> None:
+        """Draw it into a file whose name ends in .png, .svg or .pdf (needs the extra ``plots``)."""
+        plots.check(path)
+        from matplotlib.figure import Figure
+
+        if self.removed is not None:
+            figure = Figure(figsize=(11, 4.2), layout="constrained")
+            draw_removal(figure, self.removed)
+        else:
+            panels = 1 + any(row.per_subset is not None for row in self.rows)
+            figure = Figure(figsize=(1.6 + 4.2 * panels, 1.3 + 0.32 * len(self.rows)), layout="constrained")
+            draw_rows(figure, self.rows, self.kind)
+        figure.savefig(path, dpi=140)
+
+
+def compare(
+    bank: Bank,
+    scores: Mapping[str, Scores],
+    *,
+    texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    controls: bool = True,
+    seconds: Mapping[str, float] | None = None,
+    mislabels: Mapping[str, Detection] | None = None,
+    bootstrap: int = BOOTSTRAP,
+    seed: int = 0,
+) -> Report:
+    """Measure every method on a bank, with the controls beside them.
+
+    Args:
+        bank: the retrainings.
+        scores: the methods, by name.
+        texts: the words or tokens of every training text and of every query, for the control BM25.
+        controls: random scores, the difficulty of queries alone (their mean losses in the bank itself, the best that
+            such a control can know), and the size of the subset alone.
+        seconds: what each method took.
+        mislabels: what each method's self-influence finds.
+        bootstrap: how many times queries, subsets and seeds are resampled.
+        seed: of the bootstrap and the controls.
+    """
+    if bank.subsets.kind == "removal":
+        if scores:
+            raise InputError(
+                "bank",
+                got="a bank of removals together with scores",
+                expected="no scores: the bank was made from them",
+            )
+        return Report([], "removal", bank.summary(), removed=removal(bank, bootstrap=bootstrap, seed=seed))
+    train, query = bank.about["train"], bank.about["queries"]
+    blind: dict[str, Scores] = {}
+    if controls:
+        difficulty = np.nanmean(bank.values(), axis=(0, 1))
+        blind = {
+            "random": random_scores(train, query, seed=seed),
+            "query difficulty": query_difficulty(difficulty, train, seed=seed + 1),
+            "subset size": subset_size(train, query, seed=seed + 2),
+        }
+        if texts is not None:
+            blind["BM25"] = bm25(*texts)
+    rows = []
+    for name, given in {**scores, **blind}.items():
+        per_subset = None
+        per_query = lds(bank, given, bootstrap=bootstrap, seed=seed)
+        if bank.subsets.kind == "random":
+            per_subset = lds(bank, given, per="subset", bootstrap=bootstrap, seed=seed)
+        rows.append(
+            Row(
+                name,
+                name in blind,
+                per_query,
+                per_subset,
+                (seconds or {}).get(name),
+                (mislabels or {}).get(name),
+            )
+        )
+    return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank))
+
+
+def read_scores(
+    sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None
+) -> tuple[dict[str, Scores], dict[str, float], dict[str, Detection], tuple[list[Any], list[Any]] | None]:
+    """Read runs and files of scores, each ``[NAME=]PATH``: scores, seconds, detections, and texts where a run has any.
+
+    A run gives two rows, covariance and correlation.
+    """
+    scores: dict[str, Scores] = {}
+    seconds: dict[str, float] = {}
+    detections: dict[str, Detection] = {}
+    texts = None
+    runs = sum(Path(source.split("=", 1)[-1]).is_dir() for source in sources)
+    for source in sources:
+        given, _, rest = source.rpartition("=")
+        path = Path(rest)
+        if path.is_dir():
+            run = load(path)
+            name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
+            for kind in ("covariance", "correlation"):
+                scores[f"{name} {kind}"] = run.influence(normalize=kind == "correlation")
+                seconds[f"{name} {kind}"] = sum(run.manifest["seconds"].values())
+            texts = texts or _tokens(run)
+            if mislabelled is not None:
+                detections[f"{name} covariance"] = mislabel_detection(self_influence(run), mislabelled)
+        elif path.suffix == ".safetensors" and path.is_file():
+            read = Scores.load(path)
+            scores[given or read.method] = read
+            if "seconds" in read.provenance:
+                seconds[given or read.method] = read.provenance["seconds"]
+        elif path.suffix == ".npy" and path.is_file():
+            scores[given or path.stem] = Scores(values=np.load(path), method=given or path.stem)
+        else:
+            raise InputError(
+                "scores",
+                got=str(path),
+                expected="the directory of a run, or a file of scores ending in .safetensors or .npy (negative helps)",
+            )
+    return scores, seconds, detections, texts
+
+
+def _tokens(run: Run) -> tuple[list[Any], list[Any]] | None:
+    train, query = ([one.get("tokens") for one in run.examples(name)] for name in ("train", "query"))
+    return (train, query) if train and query and all(train) and all(query) else None
+
+
+def draw_rows(figure: Any, rows: Sequence[Row], kind: str = "random") -> None:
+    """Draw each method's number with its 95 % interval; the headline on the left."""
+    headline = "LDS per query, over subsets" if kind == "random" else "leave-one-out correlation per query"
+    metrics = [("per_query", headline)]
+    if any(row.per_subset is not None for row in rows):
+        metrics.append(("per_subset", "LDS per subset, over queries (the paper's)"))
+    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    for panel, (name, title) in zip(axes, metrics, strict=True):
+        for place, row in enumerate(rows):
+            found = getattr(row, name)
+            if found is not None:
+                colour = CONTROL_COLOUR if row.control else METHOD_COLOUR
+                half = NORMAL_95 * found.standard_error
+                panel.errorbar(found.value, place, xerr=half, fmt="o", color=colour, capsize=3, markersize=5)
+        panel.axvline(0, color="black", linewidth=0.8)
+        panel.set_title(title, fontsize=11)
+        panel.grid(axis="x", alpha=0.3)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), [row.method + (" (control)" if row.control else "") for row in rows])
+    axes[0].invert_yaxis()
+
+
+def draw_removal(figure: Any, found: Removal) -> None:
+    """Draw the rise in loss, and the share of queries that turn wrong, against the number of removed examples."""
+    panels = figure.subplots(1, 1 + (found.brittle is not None), squeeze=False)[0]
+    for index, (method, rises) in enumerate(found.rise.items()):
+        colour = CONTROL_COLOUR if method == "random" else plots.CHAIN_COLOURS[index % len(plots.CHAIN_COLOURS)]
+        errors = [NORMAL_95 * one.standard_error for one in rises]
+        panels[0].errorbar(
+            found.counts, [one.value for one in rises], yerr=errors, color=colour, marker="o", capsize=3, label=method
+        )
+        if found.brittle is not None:
+            panels[1].plot(found.counts, found.brittle[method], color=colour, marker="o", label=method)
+    titles = ("rise in the query's loss (nats)", "share of right answers turned wrong")
+    for panel, title in zip(panels, titles, strict=False):
+        panel.set(xlabel="training examples removed", ylabel=title)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)

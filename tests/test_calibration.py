@@ -1,0 +1,352 @@
+"""Calibration on models whose right answer is known, and unattended on those whose answer is not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import jostle
+from jostle.calibration import (
+    Probe,
+    _noise,
+    calibrate,
+    largest_curvature,
+    localization_for,
+    longest_step,
+    measured_rises,
+    memory,
+    standard_error,
+)
+from jostle.data import Data
+from jostle.functional import FunctionalModel
+from jostle.posterior import Potential
+from jostle.weights import MovingWeights
+from reference import LinearGaussian
+from test_commands import jostle_command
+
+REGRESSION = jostle.losses.regression(noise_variance=0.25)
+
+
+def linear(**settings: Any) -> LinearGaussian:
+    return LinearGaussian.random(**{"samples": 60, "weights": 8, "n_beta": 30, "localization": 40, **settings})
+
+
+def probe_of(model: nn.Module, data: Any, loss: Any, most: int = 256) -> Probe:
+    return Probe(FunctionalModel(model, MovingWeights(model, "all")), loss, Data(data, "train"), 25, most)
+
+
+class Bowl(nn.Module):
+    """L(w) = ½·wᵀ diag(curvatures) w: a saddle where one of them is negative."""
+
+    def __init__(self, curvatures: list[float], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((len(curvatures),), 0.01, dtype=dtype))
+        self.register_buffer("curvatures", torch.tensor(curvatures, dtype=dtype))
+
+
+def height(model: Any, batch: Tensor) -> Tensor:
+    return (0.5 * (model.curvatures * model.w.square()).sum()).expand(len(batch))
+
+
+@pytest.mark.parametrize("off_minimum", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_largest_curvature_is_the_largest_eigenvalue(dtype: torch.dtype, off_minimum: float) -> None:
+    problem = linear(off_minimum=off_minimum)
+    data = tuple(part.to(dtype) for part in problem.data)
+    probe = probe_of(problem.model().to(dtype), data, REGRESSION)
+    found = largest_curvature(probe, probe.model.moving.center)
+    eigenvalues = np.linalg.eigvalsh(problem.mean_hessian)
+    assert found.largest == pytest.approx(eigenvalues[-1], rel=5e-3)
+    assert abs(found.largest - eigenvalues[-1]) <= found.residual + 1e-3 * eigenvalues[-1]
+
+
+@pytest.mark.parametrize(
+    ("curvatures", "largest"), [([-50.0, 3.0, 1.0, 0.1], 3.0), ([1e6, 10.0, 1.0], 1e6), ([2e-5, 1e-5], 2e-5)]
+)
+def test_curvature_at_a_saddle_and_at_extreme_scales(curvatures: list[float], largest: float) -> None:
+    probe = probe_of(Bowl(curvatures, torch.float32), torch.zeros(4, 1), height)
+    found = largest_curvature(probe, probe.model.moving.center)
+    assert found.largest == pytest.approx(largest, rel=0.01)
+
+
+def test_the_chosen_localization_gives_the_chosen_rise() -> None:
+    """Of a quadratic loss E[rise] = tr(H)/2γ, wherever w* is: mirror images cancel its gradient."""
+    problem = linear(off_minimum=0.3)
+    probe = probe_of(problem.model(), problem.data, REGRESSION)
+    localization, rises = localization_for(probe, 0.2)
+    assert rises.mean() == pytest.approx(0.2, rel=0.03)
+    expected = np.trace(problem.mean_hessian) / (2 * localization)
+    assert abs(expected - 0.2) < 4 * standard_error(rises) + 0.006
+    many = measured_rises(probe, localization, seed=5, count=500)
+    assert abs(many.mean() - expected) < 4 * standard_error(many)
+    assert standard_error(many) < 0.05 * expected
+
+
+def test_a_part_of_the_data_stands_for_it() -> None:
+    problem = linear(samples=100)
+    some = probe_of(problem.model(), problem.data, REGRESSION, most=10)
+    picked = np.linspace(0, 99, 10).astype(int)
+    assert some.examples == 10
+    expected = np.mean((problem.y - problem.X @ problem.center)[picked] ** 2 / 0.5)
+    assert some.mean_loss(some.model.moving.center) == pytest.approx(expected, rel=1e-9)
+    np.testing.assert_allclose(
+        some.gradient(some.model.moving.center), problem.sample_gradients(problem.center)[picked].mean(0), rtol=1e-9
+    )
+
+
+RULES = {
+    "sgld": jostle.SGLD(step_size=1.0),
+    "leimkuhler-matthews": jostle.LeimkuhlerMatthews(step_size=1.0),
+    "baoab": jostle.BAOAB(step_size=1.0),
+    "ornstein-uhlenbeck": jostle.OrnsteinUhlenbeck(step_size=1.0),
+    "rmsprop": jostle.RMSpropSGLD(step_size=1.0),
+}
+
+
+def step(sampler: Any, w: Tensor, statistics: Any, noise: Tensor, curvature: float, pull: float) -> tuple[Tensor, Any]:
+    potential = Potential(1.0, pull, 0.0, torch.zeros(1, dtype=torch.float64))
+    return sampler.step(w, curvature * w, noise, statistics, potential, burning_in=False)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_limit_of_stability_is_where_chains_begin_to_grow(name: str) -> None:
+    """Without noise, a direction of curvature nβλ dies out just below the limit, and grows just above it."""
+    curvature, pull = 70.0, 10.0
+    _, limit = longest_step(RULES[name], curvature, pull)
+    for share, grows in ((0.98, False), (1.02, True)):
+        sampler = type(RULES[name])(step_size=share * limit)
+        w = torch.full((1, 1), 1e-8, dtype=torch.float64)  # so small that RMSprop's preconditioner is 1/e
+        statistics, first = sampler.init(w), w.clone()
+        for _ in range(600):
+            w, statistics = step(sampler, w, statistics, torch.zeros_like(w), curvature, pull)
+        assert (abs(w) > abs(first)) == grows, (share, w)
+
+
+@pytest.mark.parametrize("name", ["sgld", "ornstein-uhlenbeck"])
+@pytest.mark.parametrize("ratio", [0.05, 0.7, 6.0])
+def test_the_chosen_step_leaves_the_variance_a_tenth_too_wide_at_most(name: str, ratio: float) -> None:
+    """Along the steepest direction: w ← m·w + s·ξ has the variance s²/(1 − m²), to be compared with 1/(nβλ + γ)."""
+    pull, curvature = 20.0, 20.0 * ratio
+    chosen, limit = longest_step(RULES[name], curvature, pull)
+    assert chosen < limit
+    sampler, one, zero = type(RULES[name])(step_size=chosen), torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+    m = step(sampler, one, {}, zero, curvature, pull)[0].item()
+    s = step(sampler, zero, {}, one, curvature, pull)[0].item()
+    too_wide = s**2 / (1 - m**2) * (curvature + pull)
+    assert 1 < too_wide < 1.12
+    # As long as that allows, where anything limits it.
+    assert too_wide > 1.1 or chosen * pull == pytest.approx(4)
+
+
+def test_memory_is_the_time_in_which_the_pull_forgets() -> None:
+    pull = 5.0
+    for name in ("sgld", "leimkuhler-matthews", "ornstein-uhlenbeck"):
+        sampler = type(RULES[name])(step_size=0.02)
+        w = torch.ones(1, 1, dtype=torch.float64)
+        statistics, steps = sampler.init(w), round(memory(sampler, pull))
+        for _ in range(steps):
+            w, statistics = step(sampler, w, statistics, torch.zeros_like(w), 0.0, pull)
+        assert w.item() == pytest.approx(math.exp(-1), rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["leimkuhler-matthews", "baoab"])
+def test_a_linear_model_is_sampled_as_theory_says(name: str) -> None:
+    """The chosen settings give E[L̄] − L̄(w*) = ½tr(H(nβH + γ)⁻¹) at a minimum; nβλmax = κγ."""
+    problem = linear()
+    chosen = calibrate(problem.model(), problem.data, loss=REGRESSION, sampler=RULES[name], kappa=3.0, rise=0.2)
+    n_beta, localization = chosen.posterior.n_beta, chosen.posterior.localization
+    H = problem.mean_hessian
+    assert n_beta * np.linalg.eigvalsh(H)[-1] == pytest.approx(3 * localization, rel=0.01)
+    assert chosen.pilot is not None
+    assert chosen.pilot["fault"] is None
+    run = jostle.attribute(
+        problem.model(),
+        problem.data,
+        problem.data,
+        loss=REGRESSION,
+        chains=8,
+        draws=150,
+        progress=False,
+        **chosen.settings,
+    )
+    found, expected = run.diagnostics(), 0.5 * np.trace(H @ np.linalg.inv(n_beta * H + localization * np.eye(len(H))))
+    error = found["local_learning_coefficient"]["standard_error"] / n_beta
+    assert abs(found["rise"] - expected) < 4 * error
+    assert error < 0.1 * expected
+    assert found["verdict"]["level"] == "good"
+    assert {choice.name for choice in chosen.choices} == {
+        "localization",
+        "curvature",
+        "n_beta",
+        "step_size",
+        "burn_in",
+        "thin",
+        "pilot",
+    }
+
+
+def test_a_divergent_step_is_halved_until_it_is_stable() -> None:
+    problem, said = linear(), []
+    limit = longest_step(RULES["sgld"], 30 * np.linalg.eigvalsh(problem.mean_hessian)[-1], 40.0)[1]
+    chosen = calibrate(
+        problem.model(), problem.data, loss=REGRESSION, sampler=RULES["sgld"], localization=40.0, n_beta=30.0,
+        step_size=3 * limit, say=said.append,
+    )  # fmt: skip
+    halvings = round(math.log2(3 * limit / chosen.settings["sampler"].step_size))
+    assert chosen.settings["sampler"].step_size == pytest.approx(3 * limit / 2**halvings)
+    assert limit / 4 < chosen.settings["sampler"].step_size < limit
+    assert sum("is rejected" in line for line in said) == halvings >= 2
+    (reason,) = [choice.reason for choice in chosen.choices if choice.name == "step_size"]
+    assert f"halved {halvings} times" in reason
+
+
+def test_no_gradient_is_the_control() -> None:
+    problem = linear()
+    chosen = calibrate(problem.model(), problem.data, loss=REGRESSION, kappa=0)
+    assert chosen.sampler == jostle.Gaussian()
+    assert (chosen.posterior.n_beta, chosen.burn_in, chosen.thin) == (0, 1, 1)
+
+
+def test_bfloat16_weights_are_measured_in_float32() -> None:
+    problem = linear()
+    exact, narrow = problem.model().float(), problem.model().bfloat16()
+    exact.load_state_dict({name: value.float() for name, value in narrow.state_dict().items()})
+    data = tuple(part.float() for part in problem.data)
+    settings = {"loss": REGRESSION, "pilot": False}
+    chosen = [calibrate(model, data, **settings) for model in (exact, narrow)]
+    assert chosen[0].posterior.localization == pytest.approx(chosen[1].posterior.localization, rel=1e-6)
+    assert next(narrow.parameters()).dtype == torch.bfloat16
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    problem = linear()
+    model = problem.model().train()
+    before = model.weight.detach().clone()
+    calibrate(model, problem.data, loss=REGRESSION, kappa=1.0)
+    assert torch.equal(model.weight, before)
+    assert model.training
+    assert model.weight.requires_grad
+
+
+def test_noise_of_a_seed_is_always_the_same() -> None:
+    problem = linear()
+    model = FunctionalModel(problem.model(), MovingWeights(problem.model(), "all"))
+    assert torch.equal(_noise(model, 3, 1), _noise(model, 3, 1))
+    assert not torch.equal(_noise(model, 3, 1), _noise(model, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rise": 0.0}, r"^rise: got 0\.0, expected a positive number$"),
+        ({"rise": float("nan")}, r"^rise: got nan, expected a positive"),
+        ({"rise": "much"}, r"^rise: got 'much', expected a positive"),
+        ({"kappa": -1.0}, r"^kappa: got -1\.0, expected a finite number that is not negative$"),
+        ({"localization": 0.0}, r"^localization: got 0\.0, expected a positive number$"),
+        ({"batch_size": 0}, r"^batch_size: got 0, expected a positive whole number"),
+        ({"weights": "attention"}, r"^weights: got 'attention', which matches no weight"),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], message: str) -> None:
+    problem = linear()
+    with pytest.raises(jostle.InputError, match=message):
+        calibrate(problem.model(), problem.data, **{"loss": REGRESSION, **settings})
+
+
+def test_a_rise_that_the_loss_cannot_reach() -> None:
+    model = nn.Linear(3, 1)
+
+    def bounded(model: nn.Module, batch: Any) -> Tensor:
+        return torch.tanh(model(batch[0])[:, 0].square())
+
+    with pytest.raises(jostle.InputError, match=r"^rise: got 5 nats, but perturbations .* a smaller one$"):
+        calibrate(model, (torch.randn(20, 3), torch.zeros(20)), loss=bounded, rise=5.0)
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0])[:, 0] * math.nan
+
+    with pytest.raises(jostle.InputError, match=r"^loss at w\* on train: got nan, expected finite"):
+        calibrate(nn.Linear(3, 1), (torch.randn(20, 3), torch.zeros(20)), loss=broken)
+
+
+TASK = """
+import torch, jostle
+def build():
+    torch.manual_seed(0)
+    labels = torch.arange(60) % 3
+    X = torch.randn(60, 6)
+    X[torch.arange(60), labels] += 1.5
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(X), labels).backward()
+        optimizer.step()
+    return {"model": model, "train": (X, labels), "query": (X[:5], labels[:5]), "loss": jostle.losses.classification()}
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    (tmp_path / "mine.py").write_text(TASK)
+    return ["--task", f"{tmp_path / 'mine.py'}:build", "--chains", "2", "--draws", "20"]
+
+
+def test_commands(task: list[str], tmp_path: Path) -> None:
+    """``calibrate`` then ``run --config`` samples what ``run --auto`` samples; what is given is kept."""
+    file = tmp_path / "chosen.yaml"
+    result = jostle_command("calibrate", file, *task, "--rise", "0.2", "--kappa", "1", "--thin", "3")
+    assert result.exit_code == 0, result.stderr
+    assert "raise the mean loss of" in " ".join(result.stdout.split())
+    settings = yaml.safe_load(file.read_text())
+    assert settings["thin"] == 3
+    assert settings["calibration"]["rise"] == pytest.approx(0.2, rel=0.03)
+    assert jostle_command("run", tmp_path / "a", "--config", file).exit_code == 0
+    auto = jostle_command("run", tmp_path / "b", *task, "--auto", "--rise", "0.2", "--kappa", "1", "--thin", "3")
+    assert auto.exit_code == 0, auto.stderr
+    assert "localization " in auto.stderr
+    a, b = (jostle.load(tmp_path / name) for name in "ab")
+    assert a.config == b.config
+    assert a.failed_chains == b.failed_chains == []
+    np.testing.assert_array_equal(a.traces.losses("train")[:], b.traces.losses("train")[:])
+    again = jostle_command("run", tmp_path / "b", *task, "--auto", "--rise", "0.2", "--kappa", "1", "--thin", "3")
+    assert again.exit_code == 0
+    assert "localization " not in again.stderr  # what was chosen then stands
+
+
+def test_bad_commands(task: list[str], tmp_path: Path) -> None:
+    for arguments, message in (
+        (["run", tmp_path / "x", *task, "--rise", "0.1"], "jostle: rise: got no --auto, expected --auto"),
+        (["calibrate", tmp_path / "x.txt", *task], "expected the name of a file ending in .yaml"),
+        (["calibrate", tmp_path / "x.yaml", *task, "--rise", "-1"], "jostle: rise: got -1.0, expected a positive"),
+    ):
+        result = jostle_command(*arguments)
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py"]
+
+
+def test_a_language_model_unattended(tmp_path: Path) -> None:
+    """The demo's model from a cold start: no chain fails, and the loss rises about as far as it was asked to."""
+    pytest.importorskip("transformers")
+    from jostle.demo import language
+
+    model, tokenizer = language.load()
+    texts, _ = language.corpus(language.CORPUS_SEED)
+    samples = [example.sample for example in language.read(texts[:10], tokenizer)]
+    chosen = calibrate(
+        model, samples, samples[:2], loss=jostle.losses.next_token(), weights="attention", rise=0.2, kappa=0.3,
+        batch_size=5,
+    )  # fmt: skip
+    assert chosen.pilot is not None
+    assert chosen.rise == pytest.approx(0.2, rel=0.04)
+    assert 0.05 < chosen.pilot["rise"] < 0.3  # the gradient holds it below the control's
+    assert chosen.curvature.largest > 0

@@ -1,0 +1,508 @@
+"""Retraining banks and the metrics: planted answers, references by hand, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+import jostle
+from jostle.attributors import exact_influence, gradient_similarity, query_difficulty, random_scores, subset_size
+from jostle.errors import RetrainingFailedWarning
+from jostle.evaluate import (
+    Bank,
+    lds,
+    leave_one_out,
+    leave_one_out_correlation,
+    mislabel_detection,
+    random_subsets,
+    removal,
+    removals,
+    repeatability,
+    retrain,
+    self_influence,
+)
+from jostle.scores import Scores
+from test_commands import jostle_command
+
+TRAIN, QUERIES = 60, 25
+
+
+def planted(
+    directory: Path, *, noise: float = 0.0, seeds: int = 1, subsets: int = 100, independent: bool = False
+) -> tuple[Bank, Scores, np.ndarray]:
+    """A bank whose losses are linear in the subset: difficulty + Σ of its members' scores + noise."""
+    generator = np.random.default_rng(123)
+    values = generator.normal(size=(TRAIN, QUERIES))
+    difficulty = 100 * generator.random(QUERIES)
+    chosen = random_subsets(TRAIN, subsets, independent=independent)
+    bank = Bank.create(directory, chosen, queries=QUERIES, fingerprints={"train": "a", "query": "b"})
+    exact = difficulty + chosen.members @ values
+    for subset, seed in bank.todo(seeds):
+        bank.store(subset, seed, {"loss": exact[subset] + noise * generator.normal(size=QUERIES)})
+    return bank, Scores(values=values, method="planted"), difficulty
+
+
+def test_a_planted_linear_model_has_lds_one_and_its_negative_minus_one(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank")
+    found = lds(bank, truth)
+    assert found.value == pytest.approx(1.0, abs=1e-6)
+    assert found.standard_error < 1e-6
+    assert len(found.each) == QUERIES
+    assert lds(bank, Scores(values=-truth.values, method="wrong sign")).value == pytest.approx(-1.0, abs=1e-6)
+    assert lds(bank, truth, correlation="pearson").value == pytest.approx(1.0, abs=1e-6)
+
+
+def test_lds_is_the_mean_of_scipys_correlations(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, seeds=3)
+    losses = bank.values().mean(1)
+    predicted = np.array([truth.values[bank.subsets.indices(k)].sum(0) for k in range(len(bank))])
+    by_query = [scipy.stats.spearmanr(predicted[:, j], losses[:, j])[0] for j in range(QUERIES)]
+    by_subset = [scipy.stats.spearmanr(predicted[k], losses[k])[0] for k in range(len(bank))]
+    np.testing.assert_allclose(lds(bank, truth).each, by_query, rtol=1e-5)
+    assert lds(bank, truth, per="query").value == pytest.approx(np.mean(by_query), rel=1e-5)
+    assert lds(bank, truth, per="subset").value == pytest.approx(np.mean(by_subset), rel=1e-5)
+
+
+def test_controls_tell_the_two_definitions_apart(tmp_path: Path) -> None:
+    """What knows only how hard a query is gets nothing per query, and nearly everything per subset."""
+    bank, _, difficulty = planted(tmp_path / "bank", noise=1.0)
+    knowing = query_difficulty(difficulty, TRAIN)
+    headline = lds(bank, knowing)
+    assert abs(headline.value) < 3 * headline.standard_error < 0.12
+    assert lds(bank, knowing, per="subset").value > 0.9
+    shuffled = random_scores(TRAIN, QUERIES)
+    for per in ("query", "subset"):
+        found = lds(bank, shuffled, per=per)
+        assert abs(found.value) < 3 * found.standard_error
+
+
+def test_shuffled_scores_give_nothing(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank")
+    shuffled = Scores(values=np.random.default_rng(1).permutation(truth.values), method="shuffled")
+    found = lds(bank, shuffled)
+    assert abs(found.value) < 3 * found.standard_error
+    assert found.interval[0] < 0 < found.interval[1]
+
+
+def test_the_size_of_subsets_is_a_control_where_sizes_differ(tmp_path: Path) -> None:
+    """Losses that fall with the number of examples, whichever they are."""
+    for independent in (False, True):
+        chosen = random_subsets(TRAIN, 200, independent=independent)
+        assert (len(set(chosen.members.sum(1))) > 1) == independent
+        bank = Bank.create(tmp_path / f"bank {independent}", chosen, queries=4, fingerprints={})
+        noise = np.random.default_rng(0).normal(size=(200, 4))
+        for k in range(200):
+            bank.store(k, 0, {"loss": -chosen.members[k].sum() + noise[k]})
+        found = lds(bank, subset_size(TRAIN, 4))
+        if independent:
+            assert found.value > 0.9
+        else:
+            assert abs(found.value) < 3 * found.standard_error
+
+
+@pytest.mark.parametrize(("shared", "lowest", "highest"), [(1.0, 0.7, 1.4), (0.0, 0.9, 1.9)])
+def test_the_standard_error_is_that_of_repeated_experiments(
+    tmp_path: Path, shared: float, lowest: float, highest: float
+) -> None:
+    """The spread of the LDS over 40 banks with other subsets, queries and noise, against the bootstrap's guess.
+
+    Where a retraining is good or bad for all queries together, as in reality, the guess is right. Noise of each query
+    on its own is counted once for queries, once for subsets and once for both: up to √3 too much, never too little.
+    """
+    found = []
+    for repeat in range(40):
+        generator = np.random.default_rng(repeat)
+        chosen = random_subsets(TRAIN, 50, seed=repeat)
+        bank = Bank.create(tmp_path / str(repeat), chosen, queries=12, fingerprints={})
+        values = generator.normal(size=(TRAIN, 12))
+        together, alone = generator.normal(size=(2, 50, 1)), generator.normal(size=(2, 50, 12))
+        noise = generator.uniform(1, 12, size=12) * (together if shared else alone)
+        for seed in (0, 1):
+            for k in range(50):
+                bank.store(k, seed, {"loss": values[chosen.members[k]].sum(0) + noise[seed, k]})
+        found.append(lds(bank, Scores(values=values, method="planted"), bootstrap=60))
+    spread = np.std([one.value for one in found], ddof=1)
+    guessed = np.mean([one.standard_error for one in found])
+    assert lowest < guessed / spread < highest
+    middle = np.mean([one.value for one in found])
+    assert np.mean([one.interval[0] < middle < one.interval[1] for one in found]) > 0.85
+
+
+def test_repeatability(tmp_path: Path) -> None:
+    assert repeatability(planted(tmp_path / "one")[0]) is None
+    assert repeatability(planted(tmp_path / "quiet", seeds=2)[0]) == pytest.approx(1.0, abs=1e-5)
+    loud = repeatability(planted(tmp_path / "loud", noise=1000.0, seeds=2)[0])
+    assert loud is not None
+    assert abs(loud) < 0.1
+
+
+def test_subsets_are_nested_by_seed_and_of_one_size() -> None:
+    few, more, other = random_subsets(40, 5), random_subsets(40, 9), random_subsets(40, 5, seed=1)
+    np.testing.assert_array_equal(few.members, more.members[:5])
+    assert (few.members != other.members).any()
+    assert (more.members.sum(1) == 20).all()
+    inclusion = random_subsets(50, 400, share=0.3, independent=True).members
+    assert inclusion.mean() == pytest.approx(0.3, abs=4 * np.sqrt(0.21 / inclusion.size))
+
+
+# A small classifier that is trained in milliseconds.
+
+
+def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (count,), generator=generator)
+    centers = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, -1.0]])
+    return centers[labels] + 0.9 * torch.randn(count, 2, generator=generator), labels
+
+
+TRAIN_SET, QUERY_SET = points(40, 1), points(12, 2)
+
+
+def fit(indices: np.ndarray, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 3)
+    X, y = TRAIN_SET[0][indices], TRAIN_SET[1][indices]
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        value = nn.functional.cross_entropy(model(X), y, reduction="sum") + sum(
+            parameter.square().sum() for parameter in model.parameters()
+        )
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return model
+
+
+def sometimes_fails(indices: np.ndarray, seed: int) -> Any:
+    if 0 in indices and 1 in indices:
+        raise RuntimeError("out of\nmemory")
+    if 2 in indices and 3 in indices:
+        return nn.Linear(2, 4)
+    if 4 in indices and 5 in indices:
+        return None
+    return fit(indices, seed)
+
+
+def test_a_bank_keeps_the_losses_of_the_models_and_never_repeats_one(tmp_path: Path) -> None:
+    subsets = random_subsets(40, 6)
+    seen: list[tuple[int, ...]] = []
+
+    def counted(indices: np.ndarray, seed: int) -> nn.Module:
+        seen.append((*indices.tolist(), seed))
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return fit(indices, seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        retrain(counted, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path / "bank", seeds=2)
+    assert Bank(tmp_path / "bank").summary()["finished"] == 3
+    bank = retrain(counted, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path / "bank", seeds=2)
+    assert len(seen) == 13  # twelve, and the one that was interrupted
+    assert bank.values().shape == (6, 2, 12)
+    for subset in (0, 5):
+        with torch.no_grad():
+            logits = fit(subsets.indices(subset), 1)(QUERY_SET[0])
+        expected = nn.functional.cross_entropy(logits, QUERY_SET[1], reduction="none")
+        np.testing.assert_allclose(bank.values()[subset, 1], expected, rtol=1e-5)
+    assert not list((tmp_path / "bank").rglob(".*"))
+    # More subsets and seeds go on from there.
+    more = retrain(counted, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 7), out=tmp_path / "bank", seeds=3)
+    assert len(seen) == 13 + 3 * 7 - 12
+    assert np.isfinite(more.values()).all()
+
+
+def test_a_time_budget_ends_between_two_retrainings(tmp_path: Path) -> None:
+    bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 5), out=tmp_path / "bank", minutes=-1)
+    assert bank.summary()["finished"] == 0
+    assert len(bank.todo(1)) == 5
+
+
+def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    subsets = random_subsets(40, 30, share=0.4)
+    with pytest.warns(RetrainingFailedWarning, match="retrainings of .* failed, the first"):
+        bank = retrain(
+            sometimes_fails, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path / "bank", like=fit(np.arange(9), 0)
+        )
+    reasons = {failure["subset"]: failure["reason"] for failure in bank.failures}
+    for subset in range(30):
+        has = subsets.members[subset]
+        if has[0] and has[1]:
+            assert reasons[subset] == "RuntimeError: out of memory"
+        elif has[2] and has[3]:
+            # Losses of four classes instead of three can be computed, but are those of something else.
+            assert reasons[subset] == "a model of another shape: weight is [4, 2], expected [3, 2]"
+        elif has[4] and has[5]:
+            assert reasons[subset] == "train returned a NoneType, not a torch.nn.Module"
+        else:
+            assert subset not in reasons
+    assert len(reasons) + bank.summary()["finished"] == 30
+    assert {reason.split(":")[0] for reason in reasons.values()} == {
+        "RuntimeError", "a model of another shape", "train returned a NoneType, not a torch.nn.Module",
+    }  # fmt: skip
+    assert f"{len(reasons)} failed" in bank.summary()["text"]
+    assert bank.todo(1) == []
+    assert len(bank.todo(1, retry=True)) == len(reasons)
+    # What is left can be measured.
+    scores = gradient_similarity(fit(np.arange(40), 0), TRAIN_SET, QUERY_SET)
+    assert np.isfinite(lds(bank, scores).value)
+
+
+def test_a_bank_in_half_precision(tmp_path: Path) -> None:
+    bank = Bank.create(tmp_path / "bank", random_subsets(10, 2), queries=3, fingerprints={}, dtype="float16")
+    bank.store(0, 0, {"loss": np.array([0.1234567, 1e-3, 20.0])})
+    bank.store(1, 0, {"loss": np.array([1e6, 1.0, 2.0])})
+    np.testing.assert_allclose(bank.values()[0, 0], [0.1234567, 1e-3, 20.0], rtol=1e-3)
+    assert bank.failures[0]["reason"] == "a loss that is not finite in float16"
+    assert (tmp_path / "bank" / "retrainings" / "00000-0.safetensors").stat().st_size < 150
+
+
+def test_a_bank_without_a_result_says_why(tmp_path: Path) -> None:
+    bank = Bank.create(tmp_path / "bank", random_subsets(10, 2), queries=3, fingerprints={})
+    bank.fail(1, 0, "no memory")
+    with pytest.raises(jostle.InputError, match="without a finished retraining; the first of 1 failures: no memory"):
+        bank.values()
+    bank.store(0, 0, {"loss": np.zeros(4)})
+    assert bank.failures[0]["reason"] == "losses of shape (4,) for 3 queries"
+
+
+def test_other_data_and_other_subsets_are_refused(tmp_path: Path) -> None:
+    bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 4), out=tmp_path / "bank")
+    model = fit(np.arange(40), 0)
+    with pytest.raises(jostle.InputError, match=r"query data with fingerprint \w+, expected \w+, that of the bank"):
+        lds(bank, gradient_similarity(model, TRAIN_SET, points(12, 3)))
+    with pytest.raises(jostle.InputError, match="40 train × 5 query, expected 40 × 12"):
+        lds(bank, gradient_similarity(model, TRAIN_SET, points(5, 3)))
+    run = jostle.attribute(model, points(40, 9), QUERY_SET, draws=4, chains=1, progress=False)
+    with pytest.raises(jostle.InputError, match="train data with fingerprint"):
+        lds(bank, run.influence())
+    for values, words in ((np.full((40, 12), 0.1), "the same score"), (np.full((40, 12), np.nan), "not finite")):
+        with pytest.raises(jostle.InputError, match=words):
+            lds(bank, Scores(values=values, method="mine"))
+    with pytest.raises(jostle.InputError, match="a bank of other subsets"):
+        retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 4, seed=1), out=tmp_path / "bank")
+    with pytest.raises(jostle.InputError, match="whose fingerprints is"):
+        retrain(fit, points(40, 9), QUERY_SET, subsets=random_subsets(40, 4), out=tmp_path / "bank")
+    with pytest.raises(jostle.InputError, match=r"no readable bank\.json"):
+        Bank(tmp_path)
+
+
+def test_leave_one_out_against_exact_influence(tmp_path: Path) -> None:
+    """Removing an example from a regularized regression: the influence function's home ground."""
+    bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=leave_one_out(40), out=tmp_path / "bank")
+    model = fit(np.arange(40), 0)
+    # fit() minimizes Σℓ + ‖w‖²: n·H̄ + 2I.
+    exact = exact_influence(model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2))
+    found = leave_one_out_correlation(bank, exact)
+    assert found.value > 0.97
+    # The scale too: a removed example changes the loss by −scale·score, n·scale being n_beta.
+    with torch.no_grad():
+        full = nn.functional.cross_entropy(model(QUERY_SET[0]), QUERY_SET[1], reduction="none").numpy()
+    change = bank.values()[:, 0] - full
+    slope = (change * -exact.values).sum() / (exact.values**2).sum()
+    assert 1.0 < slope < 1.3  # to first order 1; of 40 examples one has leverage, and is missed a little more
+    with pytest.raises(jostle.InputError, match="those of leave_one_out"):
+        leave_one_out_correlation(planted(tmp_path / "other")[0], exact)
+
+
+def margin(model: nn.Module) -> Tensor:
+    logits = model(QUERY_SET[0])
+    own = logits.gather(1, QUERY_SET[1][:, None])[:, 0]
+    others = logits.scatter(1, QUERY_SET[1][:, None], -torch.inf).max(1).values
+    return own - others
+
+
+def test_removing_what_helps_hurts_more_than_removing_blindly(tmp_path: Path) -> None:
+    model = fit(np.arange(40), 0)
+    exact = exact_influence(model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2))
+    queries = [int(j) for j in np.flatnonzero(margin(model).detach() > 0)[:6]]
+    subsets = removals({"exact": exact}, queries=queries, counts=[4, 12], random=3)
+    helpful = exact.top(queries[0], k=4).helpful
+    row = next(i for i, one in enumerate(subsets.labels) if one["method"] == "exact" and one["query"] == queries[0])
+    assert set(np.flatnonzero(~subsets.members[row])) == {entry.index for entry in helpful}
+    bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path / "bank", observables={"margin": margin})
+    found = removal(bank)
+    assert found.counts == [4, 12]
+    for k in (0, 1):
+        ours, blind = found.rise["exact"][k], found.rise["random"][k]
+        assert ours.value - blind.value > 2 * np.hypot(ours.standard_error, blind.standard_error)
+    # By hand, for one of them.
+    by_hand = bank.values()[row, 0, queries[0]] - bank.values()[0, 0, queries[0]]
+    assert found.rise["exact"][0].each[0] == pytest.approx(by_hand)
+    assert found.brittle is not None
+    assert found.fewest is not None
+    margins = bank.values("margin")[:, 0]
+    for query in queries:
+        rows = [i for i, one in enumerate(subsets.labels) if one["method"] == "exact" and one["query"] == query]
+        flipped = [k for k, row in zip([4, 12], rows, strict=True) if margins[row, query] < 0]
+        assert found.fewest["exact"][query] == (flipped[0] if flipped else None)
+    assert found.brittle["exact"][1] >= found.brittle["random"][1]
+
+
+def test_mislabel_detection() -> None:
+    generator = np.random.default_rng(0)
+    wrong = np.zeros(200, bool)
+    wrong[generator.permutation(200)[:30]] = True
+    perfect = mislabel_detection(-wrong.astype(float), wrong)
+    assert perfect.auroc.value == 1.0
+    assert perfect.found_at(0.15) == pytest.approx(1.0)
+    scores = -(wrong + generator.normal(size=200))
+    found = mislabel_detection(scores, wrong)
+    pairs = [float(a < b) for a in scores[wrong] for b in scores[~wrong]]
+    assert found.auroc.value == pytest.approx(np.mean(pairs))
+    assert found.found_at(1.0) == 1.0
+    assert 0.02 < found.auroc.standard_error < 0.08
+    blind = mislabel_detection(generator.normal(size=200), wrong).auroc
+    assert abs(blind.value - 0.5) < 3 * blind.standard_error
+    with pytest.raises(jostle.InputError, match="some, and not all"):
+        mislabel_detection(scores, np.zeros(200, bool))
+
+
+def test_self_influence_is_the_diagonal(tmp_path: Path) -> None:
+    model = fit(np.arange(40), 0)
+    run = jostle.attribute(
+        model, TRAIN_SET, TRAIN_SET, posterior=jostle.Posterior(n_beta=20, localization=50),
+        sampler=jostle.SGLD(step_size=1e-3), chains=2, draws=40, progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(self_influence(run), np.diag(run.influence().values), rtol=1e-4)
+
+
+def test_a_dask_cluster_fills_the_same_bank(tmp_path: Path) -> None:
+    """In a process of its own: a cluster starts others, which import what they are given."""
+    (tmp_path / "task.py").write_text(TASK)
+    script = f"""
+import sys
+sys.path[:0] = {[str(tmp_path), *sys.path]!r}
+
+if __name__ == "__main__":
+    import joblib, numpy as np
+    from task import QUERY_SET, TRAIN_SET, fit
+    from jostle.evaluate import random_subsets, retrain
+    from dask.distributed import Client, LocalCluster
+    subsets = random_subsets(20, 6)
+    plain = retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out={str(tmp_path / "plain")!r})
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+        with joblib.parallel_config(backend="dask"):
+            dask = retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out={str(tmp_path / "dask")!r}, jobs=-1)
+        done = client.run(lambda dask_worker: len(dask_worker.state.log))
+    print(sum(count > 0 for count in done.values()))
+    np.testing.assert_allclose(dask.values(), plain.values(), rtol=1e-5)
+"""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) == 2  # both workers had something to do
+    assert json.loads((tmp_path / "dask" / "bank.json").read_text())["shapes"] == {"weight": [3, 2], "bias": [3]}
+
+
+TASK = """
+import torch
+
+generator = torch.Generator().manual_seed(0)
+TRAIN_SET = torch.randn(20, 2, generator=generator), torch.randint(3, (20,), generator=generator)
+QUERY_SET = torch.randn(5, 2, generator=generator), torch.randint(3, (5,), generator=generator)
+
+
+def fit(indices, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(20):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(TRAIN_SET[0][indices]), TRAIN_SET[1][indices]).backward()
+        optimizer.step()
+    return model
+"""
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bank, a run and a file of scores of the same model and data."""
+    path = tmp_path_factory.mktemp("evaluate")
+    retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 40), out=path / "bank", seeds=2)
+    model = fit(np.arange(40), 0)
+    exact_influence(model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2)).save(
+        path / "exact.safetensors"
+    )
+    jostle.attribute(
+        model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2), sampler=jostle.SGLD(step_size=0.02),
+        chains=4, draws=200, burn_in=100, thin=10, progress=False, out=path / "run",
+    )  # fmt: skip
+    return path
+
+
+def test_the_command_prints_methods_and_controls(place: Path) -> None:
+    wrong = np.arange(40) < 5
+    np.save(place / "wrong.npy", wrong)
+    result = jostle_command(
+        "evaluate", place / "bank", place / "run", f"mine={place / 'exact.safetensors'}", "--figure", place / "lds.png",
+        "--mislabelled", place / "wrong.npy", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    rows = {row["method"]: row for row in found["methods"]}
+    assert list(rows) == ["BIF covariance", "BIF correlation", "mine", "random", "query difficulty", "subset size"]
+    # Regularized logistic regression: exact influence and the BIF predict retraining on halves well.
+    assert rows["mine"]["per_query"]["value"] > 0.85
+    assert rows["BIF covariance"]["per_query"]["value"] > 0.75
+    for name in ("random", "query difficulty", "subset size"):
+        low, high = rows[name]["per_query"]["interval"]
+        assert rows[name]["control"]
+        assert low < 0 < high
+    assert rows["query difficulty"]["per_subset"]["value"] > 0.7
+    bank, exact = Bank(place / "bank"), Scores.load(place / "exact.safetensors")
+    assert rows["mine"]["per_subset"]["value"] == pytest.approx(lds(bank, exact, per="subset").value)
+    expected = mislabel_detection(self_influence(jostle.load(place / "run")), wrong).auroc.value
+    assert rows["BIF covariance"]["mislabels"]["value"] == pytest.approx(expected)
+    assert found["repeatability"] > 0.99  # a convex problem has one solution
+    assert (place / "lds.png").read_bytes()[:4] == b"\x89PNG"
+    printed = jostle_command("evaluate", place / "bank", place / "run", "--no-controls")
+    assert f"{rows['BIF covariance']['per_query']['value']:.3f} ± " in printed.stdout
+    assert "80 retrainings of 40 of 40 subsets, up to 2 seeds each" in printed.stdout
+    assert "random" not in printed.stdout
+
+
+def test_the_command_on_removals(place: Path) -> None:
+    exact = Scores.load(place / "exact.safetensors")
+    subsets = removals({"exact": exact}, queries=[0, 1, 2], counts=[3, 9], random=2)
+    retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out=place / "removed", observables={"margin": margin})
+    result = jostle_command("evaluate", place / "removed", "--figure", place / "removal.png")
+    assert result.exit_code == 0, result.stderr
+    found = removal(Bank(place / "removed"))
+    assert f"{found.rise['exact'][1].value:.3f} ± " in result.stdout
+    assert "right answers turned wrong" in result.stdout
+    assert (place / "removal.png").stat().st_size > 5000
+    refused = jostle_command("evaluate", place / "removed", place / "run")
+    assert refused.exit_code == 2
+    assert "the bank was made from them" in refused.stderr
+
+
+def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "constant.npy", np.ones((40, 12)))
+    for arguments, words in (
+        ([place / "run"], "no readable bank.json"),
+        ([place / "bank", tmp_path / "nothing.csv"], "expected the directory of a run, or a file of scores"),
+        ([place / "bank", tmp_path / "constant.npy"], "the same score for every training example"),
+        ([place / "bank", "--figure", "a.txt"], "a name ending in .png, .svg, .pdf"),
+    ):
+        result = jostle_command("evaluate", *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert result.stderr.count("\n") == 1

@@ -1,0 +1,175 @@
+"""Whatever stands in a config, a JSONL file or a run directory: one line or the right numbers, never a traceback.
+
+500 cases here; ``JOSTLE_FUZZ=10000 python -m pytest tests/test_fuzz.py`` tries more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import jostle
+from jostle.errors import ChainsFailedError
+from jostle.integrity import examine
+from jostle.texts import read_records, tokenize
+from test_commands import jostle_command
+from test_survival import TASK, sample
+from test_texts import make_tokenizer
+
+CASES = int(os.environ.get("JOSTLE_FUZZ", "500"))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def cases(share: float) -> Any:
+    """So many of all cases."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(
+        max_examples=int(share * CASES),
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=checks,
+        database=None,
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+# --- texts ---
+
+FIELDS = st.sampled_from(["text", "prompt", "completion", "messages", "role", "content", "other"])
+CONTENT = JSON | st.sampled_from(["one two three", "", "\x00", "\ud800", "the capital", " "])
+MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "x"]), st.sampled_from(["user", "assistant", ""]) | JSON)
+RECORD = st.dictionaries(FIELDS, CONTENT | st.lists(MESSAGE, max_size=3), max_size=4) | JSON
+LINE = RECORD.map(lambda record: json.dumps(record).encode()) | st.binary(max_size=12)
+TOKENIZER = make_tokenizer()
+
+
+@cases(0.4)
+@given(lines=st.lists(LINE, max_size=4))
+def test_texts(lines: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "train.jsonl"
+        path.write_bytes(b"\n".join(lines))
+        try:
+            examples = tokenize(read_records(str(path), name="train"), TOKENIZER, name="train", longest=16)
+        except jostle.InputError as refusal:
+            said = str(refusal)
+        else:
+            said = ""
+    if said:
+        assert said.startswith("train: got ")
+        assert "\n" not in said
+        return
+    for example in examples:
+        assert 0 < len(example.input_ids) == len(example.labels) == len(example.tokens) <= 16
+        assert any(label != -100 for label in example.labels[1:])
+
+
+# --- configs ---
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task, and the config of a run of it."""
+    path = tmp_path_factory.mktemp("fuzz")
+    (path / "mine.py").write_text(TASK)
+    command = ["run", path / "run", "--task", f"{path / 'mine.py'}:build", "--chains", 1, "--draws", 2, "--thin", 1]
+    assert jostle_command(*command).exit_code == 0
+    return path
+
+
+SMALL_NUMBERS = st.integers(-2, 3) | st.floats(-2, 3) | st.sampled_from([float("nan"), float("inf"), "1", "auto", None])
+PATHS = [
+    *[(name,) for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed", "until", "minutes", "precision")],
+    *[("posterior", name) for name in ("n_beta", "localization", "prior_precision", "weights")],
+    *[("sampler", name) for name in ("name", "step_size", "friction", "other")],
+    *[("source", name) for name in ("task", "model", "train", "max_length", "other")],
+    ("posterior",), ("sampler",), ("source",), ("antithetic",), ("control_variates",), ("keep",),
+]  # fmt: skip
+CHANGE = st.tuples(st.sampled_from(PATHS), SMALL_NUMBERS | JSON | st.sampled_from(["delete", "SGNHT", {"ess": 1}]))
+
+
+@cases(0.2)
+@given(changes=st.lists(CHANGE, min_size=1, max_size=3), cut=st.none() | st.integers(0, 400))
+def test_configs(place: Path, changes: list[tuple[tuple[str, ...], Any]], cut: int | None) -> None:
+    config = yaml.safe_load((place / "run" / "config.yaml").read_text())
+    for path, value in changes:
+        inner = config
+        for name in path[:-1]:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(path[-1], None) if value == "delete" else inner.update({path[-1]: value})
+    text = yaml.safe_dump(config, allow_unicode=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        file, out = Path(temporary) / "config.yaml", Path(temporary) / "out"
+        file.write_text(text if cut is None else text[:cut], errors="surrogatepass")
+        result = jostle_command("run", out, "--config", file)
+        last = (result.stderr.strip().splitlines() or [""])[-1]
+        assert result.exit_code in (0, 2, 3), result.stderr
+        if result.exit_code == 2:
+            assert last.startswith("jostle: "), result.stderr
+            assert not out.exists()  # nothing half-written
+        else:
+            assert examine(out) == [] or result.exit_code == 3
+
+
+# --- run directories ---
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    out = tmp_path_factory.mktemp("directories") / "run"
+    made = sample(out, examples={"train": [{"text": "a"}] * 9, "query": [{"text": "b"}] * 2})
+    return out, made.influence().values
+
+
+@cases(0.4)
+@given(data=st.data())
+def test_run_directories(run: tuple[Path, np.ndarray], data: st.DataObject) -> None:
+    whole, expected = run
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "run"
+        shutil.copytree(whole, out)
+        for _ in range(data.draw(st.integers(1, 2))):
+            path = out / data.draw(st.sampled_from(files))
+            content = path.read_bytes() if path.exists() else b""
+            at = data.draw(st.integers(0, max(0, len(content) - 1)))
+            kind = data.draw(st.sampled_from(["flip", "cut", "delete", "put", "replace"]))
+            if kind == "delete":
+                path.unlink(missing_ok=True)
+            elif kind == "replace":
+                path.write_text(json.dumps(data.draw(JSON)))
+            else:
+                bit = bytes([content[at] ^ data.draw(st.integers(1, 255))]) if content else b"x"
+                added = {"flip": bit + content[at + 1 :], "cut": b"", "put": data.draw(st.binary()) + content[at:]}
+                path.write_bytes(content[:at] + added[kind])
+        try:
+            found = examine(out)
+        except jostle.InputError:
+            found = None
+        said = ""
+        try:
+            values = jostle.load(out).influence().values
+        except (jostle.InputError, ChainsFailedError) as refusal:
+            values, said = None, str(refusal)
+        if values is not None:
+            np.testing.assert_array_equal(values, expected)
+        else:
+            assert "\n" not in said
+            assert found is None or found  # what cannot be read is not whole

@@ -1,0 +1,114 @@
+"""Sweeps: every cell once, divergent ones marked, and the numbers in the cells those of their runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+import jostle
+from jostle.evaluate import Bank, random_subsets
+from test_calibration import TASK
+from test_commands import jostle_command
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    (tmp_path / "mine.py").write_text(TASK)
+    return ["--task", f"{tmp_path / 'mine.py'}:build", "--chains", "2", "--draws", "20", "--thin", "2"]
+
+
+def test_a_sweep_is_resumed_widened_and_judged(task: list[str], tmp_path: Path) -> None:
+    out, grid = tmp_path / "sweep", ["--localization", "100", "--step-size", "1e-2", "--burn-in", "0"]
+    first = jostle_command("sweep", out, *task, *grid, "--n-beta", "0,30")
+    assert first.exit_code == 0, first.stderr
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    written = {path: path.stat().st_mtime_ns for path in (out / "cells").rglob("*") if path.is_file()}
+    assert len(list((out / "cells").iterdir())) == 2
+
+    # Retrainings that follow the scores of one cell: its LDS is 1, and it comes first.
+    runs = {
+        n_beta: jostle.load(out / "cells" / f"n_beta={n_beta},localization=100,step_size=0.01,burn_in=0")
+        for n_beta in (0, 30)
+    }
+    scores = runs[30].influence(normalize=True)
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(60, 10), queries=scores.shape[1],
+        fingerprints={name: scores.provenance["fingerprints"][name] for name in ("train", "query")},
+    )  # fmt: skip
+    losses = bank.subsets.members @ scores.values
+    for row, values in enumerate(losses):
+        bank.store(row, 0, {"loss": values})
+    truth = ["--bank", bank.directory]
+    (tmp_path / "mine.py").write_text("raise RuntimeError('nothing has to be loaded')")
+    judged = jostle_command("sweep", out, *task, *grid, "--n-beta", "0,30", *truth)
+    assert judged.exit_code == 0, judged.stderr
+    values = {cell["settings"]["n_beta"]: cell["value"] for cell in json.loads((out / "sweep.json").read_text())}
+    assert values[30] == pytest.approx(1)
+    predicted = bank.subsets.members @ runs[0].influence(normalize=True).values
+    expected = np.mean([spearmanr(predicted[:, j], losses[:, j]).statistic for j in range(losses.shape[1])])
+    assert values[0] == pytest.approx(expected, abs=1e-6)
+
+    # Wider: a step that the pull alone makes unstable, and a curvature that does.
+    (tmp_path / "mine.py").write_text(TASK)
+    wider = jostle_command(
+        "sweep",
+        out,
+        *task,
+        "--localization",
+        "100,500",
+        "--step-size",
+        "1e-2",
+        "--burn-in",
+        "0",
+        "--n-beta",
+        "0,30,1e25",
+    )
+    assert wider.exit_code == 0, wider.stderr
+    cells = {
+        (c["settings"]["n_beta"], c["settings"]["localization"]): c
+        for c in json.loads((out / "sweep.json").read_text())
+    }
+    assert len(cells) == 6
+    assert all(cells[n_beta, 500]["fault"].startswith("refused: step_size: got 0.01") for n_beta in (0, 30, 1e25))
+    assert cells[1e25, 100]["fault"].startswith("diverged at step ")
+    assert cells[1e25, 100]["failed_chains"] == 2
+    for n_beta, run in runs.items():
+        found = run.diagnostics()
+        assert cells[n_beta, 100]["value"] == found["agreement"]["halves"]["spearman"]
+        assert cells[n_beta, 100]["rise"] == found["rise"]
+        assert cells[n_beta, 100]["fault"] is None
+    assert all(path.stat().st_mtime_ns == then for path, then in written.items())
+
+    other = jostle_command("sweep", out, *task, *grid, "--seed", "1")
+    assert other.exit_code == 2
+    assert "a sweep with seed 0, expected seed 1, as passed now" in other.stderr
+
+
+def test_side_by_side_the_numbers_are_the_same(task: list[str], tmp_path: Path) -> None:
+    grid = ["--n-beta", "10", "--localization", "100", "--step-size", "1e-2", "--burn-in", "0,4"]
+    for name, jobs in (("one", 1), ("two", 2)):
+        result = jostle_command("sweep", tmp_path / name, *task, *grid, "--jobs", jobs)
+        assert result.exit_code == 0, result.stderr
+    one, two = (json.loads((tmp_path / name / "sweep.json").read_text()) for name in ("one", "two"))
+    assert [cell["value"] for cell in one] == [cell["value"] for cell in two]
+    pictures = sorted(path.name for path in (tmp_path / "one").glob("*.png"))
+    assert pictures == ["sweep,step_size=0.01,burn_in=0.png", "sweep,step_size=0.01,burn_in=4.png"]
+
+
+def test_bad_input(task: list[str], tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    out = tmp_path / "sweep"
+    for arguments, message in (
+        ([out, *task, "--n-beta", "1,few"], "n_beta: got '1,few', expected numbers separated by commas"),
+        ([out, *task, "--burn-in", "1.5"], "burn_in: got '1.5', expected whole numbers"),
+        ([out, *task, "--bank", tmp_path / "full"], "bank: got no readable bank.json"),
+        ([tmp_path / "full", *task], "which exists and holds something else"),
+    ):
+        result = jostle_command("sweep", *arguments)
+        assert (result.exit_code, message in result.stderr) == (2, True), (message, result.stderr)
+    assert not out.exists()

@@ -1,0 +1,452 @@
+"""The viewer in a real browser: what stands on the page is what the estimator says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+import jostle
+from jostle.run import Run
+from jostle.scores import Scores
+from jostle.traces import Traces
+from jostle.viewer.reading import RunSource
+from jostle.viewer.report import write_report
+from viewing import needs_browser, served, token_run, write_run
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return token_run(tmp_path_factory.mktemp("viewer") / "texts")
+
+
+def correlation(run: Path, train: int, query: int) -> np.ndarray:
+    """Scored training tokens × scored query tokens, by the estimator."""
+    return jostle.load(run).token_influence(train, query, normalize=True).posterior_correlation
+
+
+def coloured(page: Any) -> None:
+    """Wait until what is chosen is coloured."""
+    page.wait_for_selector(".tokens-view[aria-busy='false']")
+
+
+def query_token(page: Any, position: int) -> Any:
+    return page.locator(".query-pane > .text .token").nth(position)
+
+
+def train_token(page: Any, index: int, position: int) -> Any:
+    return page.locator(f".train-pane .card[data-index='{index}'] .token").nth(position)
+
+
+def told(page: Any) -> float:
+    text = page.locator(".tip").inner_text()
+    return float(re.search(r"([+−])(\d\.\d+)", text).expand(r"\1\2").replace("−", "-"))
+
+
+def test_a_click_on_a_query_token_colours_training_tokens_with_the_estimators_numbers(texts: Path, page: Any) -> None:
+    with served(texts) as address:
+        page.goto(address)
+        query_token(page, 3).click()
+        coloured(page)
+        expected = {index: correlation(texts, index, 0)[:, 2] for index in range(12)}
+        for index in page.locator(".train-pane .card").evaluate_all("cards => cards.map(c => +c.dataset.index)")[:3]:
+            train_token(page, index, 4).hover()
+            assert told(page) == pytest.approx(expected[index][3], abs=6e-5)
+
+
+def test_exact_value_error_and_rank_stand_beside_a_token(texts: Path, page: Any) -> None:
+    with served(texts) as address:
+        page.goto(address + "#query=1&from=2")
+        coloured(page)
+        index = int(page.locator(".train-pane .card").first.get_attribute("data-index"))
+        train_token(page, index, 2).hover()
+        page.wait_for_selector(".tip:has-text('batches')")
+        text = page.locator(".tip").inner_text()
+        every = np.concatenate([correlation(texts, k, 1)[:, 1] for k in range(12)])
+        value = correlation(texts, index, 1)[1, 1]
+        assert told(page) == pytest.approx(value, abs=6e-5)
+        assert f"rank {1 + (every > value).sum()} of {len(every)} tokens" in text
+        scores = jostle.load(texts).token_influence(index, 1, normalize=True, standard_error=True)
+        error = float(re.search(r"± (\d\.\d+)", text).group(1))
+        # The same jackknife; its batches may be of another length.
+        assert error == pytest.approx(scores.standard_error[1, 1], rel=0.6)
+
+
+def test_colours_go_with_sign_and_size(texts: Path, page: Any) -> None:
+    with served(texts) as address:
+        page.goto(address + "#query=0&from=3")
+        coloured(page)
+        expected = {k: correlation(texts, k, 0)[:, 2] for k in range(12)}
+        reach = np.quantile(np.abs(np.concatenate(list(expected.values()))), 0.995, method="lower")
+        shown = page.locator(".train-pane .card").evaluate_all(
+            "cards => cards.map(c => [+c.dataset.index, [...c.querySelectorAll('.token:not([aria-disabled])')].map("
+            "t => (t.classList.contains('helps') ? 1 : -1) * t.style.getPropertyValue('--strength'))])"
+        )
+        assert len(shown) > 3
+        for index, strengths in shown:
+            np.testing.assert_allclose(strengths, np.clip(expected[index] / reach, -1, 1), atol=2e-3)
+        # Most helpful first, and the other way round in the other tab.
+        scores = {}
+        for name in ("Helpful", "Harmful"):
+            page.get_by_role("button", name=name).click()
+            coloured(page)
+            cards = page.locator(".train-pane .card .score").all_inner_texts()
+            scores[name] = [float(text.split()[0].replace("−", "-")) for text in cards]
+        assert scores["Helpful"] == sorted(scores["Helpful"], reverse=True)
+        assert scores["Harmful"] == sorted(scores["Harmful"])
+        assert min(scores["Helpful"]) >= 0 >= max(scores["Harmful"])
+
+
+def test_the_keyboard_is_enough(texts: Path, page: Any) -> None:
+    columns = jostle.load(texts).traces.columns("query")
+    losses = np.asarray(jostle.load(texts).traces.losses("query")[:]).astype(np.float64)
+    train = np.asarray(jostle.load(texts).traces.losses("train")[:]).astype(np.float64)
+    of_train = jostle.load(texts).traces.columns("train")
+    with served(texts) as address:
+        page.goto(address)
+        coloured(page)
+        page.keyboard.press("]")  # the next query
+        page.keyboard.press("ArrowRight")  # its first scored token
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")  # tokens 2 to 4
+        coloured(page)
+        assert "tokens 2 to 4 of query 1" in page.locator(".chosen").inner_text()
+        assert page.url.endswith("#query=1&from=2&to=4")
+        span = losses[:, :, columns.of(1)][:, :, 1:4].sum(2).ravel()
+        card = page.locator(".train-pane .card").first
+        index = int(card.get_attribute("data-index"))
+        expected = np.corrcoef(span, train[:, :, of_train.of(index)].mean(2).ravel())[0, 1]
+        assert float(card.locator(".score").inner_text().split()[0].replace("−", "-")) == pytest.approx(
+            expected, abs=6e-3
+        )
+        # On to the training texts by Tab; along a text; Enter turns it round.
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.closest('.train-pane .card') !== null"):
+                break
+        page.keyboard.press("ArrowRight")
+        focused = page.evaluate(
+            "[+document.activeElement.closest('.card').dataset.index, document.activeElement.position]"
+        )
+        token = np.corrcoef(span, train[:, :, of_train.of(focused[0])][:, :, focused[1] - 1].ravel())[0, 1]
+        assert told(page) == pytest.approx(token, abs=6e-5)
+        assert f"{abs(token):.4f}" in page.locator("[role=status]").inner_text()  # and is read out
+        page.keyboard.press("Enter")
+        coloured(page)
+        assert "The other way round" in page.locator(".query-pane").inner_text()
+        first = page.locator(".query-pane .card").first
+        query, text = int(first.get_attribute("data-index")), first.locator(".score").inner_text()
+        series = train[:, :, of_train.of(focused[0])][:, :, focused[1] - 1].ravel()
+        expected = [np.corrcoef(series, losses[:, :, columns.of(k)].mean(2).ravel())[0, 1] for k in range(3)]
+        assert query == int(np.argmax(expected))
+        assert float(text.split()[0].replace("−", "-")) == pytest.approx(max(expected), abs=6e-3)
+        page.keyboard.press("Escape")
+        coloured(page)
+        assert "all 6 scored tokens of query 1" in page.locator(".chosen").inner_text()
+        page.keyboard.press("x")
+        coloured(page)
+        assert page.get_by_role("button", name="Harmful").get_attribute("aria-pressed") == "true"
+        page.keyboard.press("?")
+        assert page.locator("dialog").is_visible()
+        page.keyboard.press("Escape")
+        page.keyboard.press("/")
+        page.keyboard.type("#7")
+        coloured(page)
+        assert page.locator(".train-pane .card").evaluate_all("cards => cards.map(c => +c.dataset.index)") == [7]
+
+
+def test_search_by_text_field_and_index(texts: Path, page: Any) -> None:
+    shown = jostle.load(texts).examples("train")
+    with served(texts) as address:
+        page.goto(address)
+        coloured(page)
+        for search, wanted in (
+            ("source:web", {k for k in range(12) if k % 2}),
+            ("#4", {4}),
+            ("mat and", {k for k in range(12) if "mat and" in shown[k]["text"]}),
+        ):
+            page.get_by_role("searchbox").fill(search)
+            coloured(page)
+            found = page.locator(".train-pane .card").evaluate_all("cards => cards.map(c => +c.dataset.index)")
+            assert set(found) == wanted, search
+
+
+def test_a_link_reopens_exactly_this_view(texts: Path, page: Any) -> None:
+    with served(texts) as address:
+        page.goto(address)
+        query_token(page, 2).click()
+        query_token(page, 4).click(modifiers=["Shift"])
+        page.get_by_role("button", name="Harmful").click()
+        page.get_by_role("searchbox").fill("source:book")
+        coloured(page)
+        link, before = page.url, page.locator("main").inner_text()
+        other = page.context.new_page()
+        other.goto(link)
+        coloured(other)
+        other.wait_for_selector(".error:not(:empty)")
+        page.wait_for_selector(".error:not(:empty)")
+        assert other.locator("main").inner_text() == page.locator("main").inner_text()
+        assert (
+            re.sub(r"± \d\.\d+", "", before)[:40] == re.sub(r"± \d\.\d+", "", other.locator("main").inner_text())[:40]
+        )
+        assert other.locator(".token[aria-selected=true]").count() == 3
+        other.close()
+
+
+def test_dragging_over_tokens_chooses_the_span(texts: Path, page: Any) -> None:
+    with served(texts) as address:
+        page.goto(address)
+        coloured(page)
+        query_token(page, 4).hover()
+        page.mouse.down()
+        query_token(page, 2).hover()
+        page.mouse.up()
+        coloured(page)
+        assert "tokens 2 to 4 of query 0" in page.locator(".chosen").inner_text()
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "&lt;b&gt;",
+    "{{constructor}}",
+    "‮gnp",
+    "\u0000\n\t",
+    "<!--",
+]
+
+
+def hostile_run(directory: Path) -> Path:
+    run = token_run(directory)
+    for name in ("train", "query"):
+        shown = jostle.load(run).examples(name)
+        for number, example in enumerate(shown):
+            example["tokens"] = [HOSTILE[(number + k) % len(HOSTILE)] for k in range(len(example["tokens"]))]
+            example["text"] = "".join(example["tokens"])
+            example["<script>alert(3)</script>"] = "<svg onload=alert(4)>"
+        (run / "examples" / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in shown))
+    return run
+
+
+def test_texts_are_shown_as_text(tmp_path: Path, page: Any) -> None:
+    run = hostile_run(tmp_path / "<b>run")
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    with served(run) as address:
+        for view in ("tokens", "map", "health"):
+            page.goto(f"{address}#view={view}")
+            page.wait_for_selector(".tokens-view[aria-busy='false'], [data-ready]")
+            assert page.locator("main img, main script, main b b, svg svg").count() == 0
+        page.goto(address + "#view=tokens")
+        coloured(page)
+        assert HOSTILE[0] in page.locator(".query-pane > .text").inner_text()
+        assert "<svg onload=alert(4)>" in page.locator(".fields").first.inner_text()
+        train_token(page, int(page.locator(".card").first.get_attribute("data-index")), 1).hover()
+        assert page.locator(".tip img").count() == 0
+    report = tmp_path / "report.html"
+    report.write_text(write_report([RunSource(run, Run)], queries=[0], k=3), encoding="utf-8")
+    page.goto(report.as_uri())
+    coloured(page)
+    assert HOSTILE[1] in page.locator(".query-pane > .text").inner_text()
+
+
+def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run", recorded=[20, 20, 0])
+    with served(run) as address:
+        page.goto(address + "#view=health")
+        page.wait_for_selector(".health-view[data-ready]")
+        assert "draws written of each chain: 20, 20, 0" in page.locator(".progress").inner_text()
+        assert "still sampling: 20 draws of 2 chains" in page.locator("header").inner_text()
+        traces = Traces(run / "traces.zarr", writable=True)
+        for name in ("train", "query"):
+            traces.record(name, [2], 0, np.asarray(traces.losses(name)[0:1, :20]) + 0.01)
+        page.wait_for_selector(".progress:has-text('20, 20, 20')", timeout=20_000)
+        assert re.search(r"about \d+ (s|min) left", page.locator(".time-left").inner_text())
+        # It finishes.
+        for name in ("train", "query"):
+            for chain in range(3):
+                traces.record(name, [chain], 20, np.asarray(traces.losses(name)[chain : chain + 1, :20]) + 0.02)
+        manifest = json.loads((run / "manifest.json").read_text()) | {"status": "complete"}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        page.wait_for_selector(".verdict h2:not(:has-text('So far'))", timeout=20_000)
+        assert page.locator(".progress").count() == 0
+
+
+def test_a_damaged_run_says_so_on_the_page(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run")
+    (run / "manifest.json").write_text('{"format": 2}')
+    with served(run) as address:
+        page.goto(address)
+        page.wait_for_selector(".trouble")
+        assert "format 2" in page.locator(".trouble").inner_text()
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("images")
+    pixels = np.random.default_rng(0).integers(0, 256, size=(40, 6, 5, 3), dtype=np.uint8)
+    run = write_run(
+        path / "run",
+        sizes={"train": 40, "query": 3},
+        examples={"train": [{"label": k % 4} for k in range(40)], "query": [{"label": k} for k in range(3)]},
+        images={"train": pixels, "query": pixels[:3]},
+    )
+    ours = jostle.load(run).influence(normalize=True).values
+    noise = np.random.default_rng(1).normal(size=ours.shape)
+    Scores(values=(ours + 0.2 * noise).astype(np.float32), method="ekfac").save(path / "ekfac.safetensors")
+    return run, path / "ekfac.safetensors"
+
+
+def test_images_beside_another_method(images: tuple[Path, Path], page: Any) -> None:
+    run, baseline = images
+    with served(run, baseline) as address:
+        page.goto(address + "#query=1")
+        page.wait_for_selector(".images-view[data-ready]")
+        ours = jostle.load(run).influence(normalize=True).posterior_correlation[:, 1]
+        theirs = -Scores.load(baseline).values[:, 1]
+        tops = []
+        for section, scores in zip(page.locator(".method").all(), (ours, theirs), strict=True):
+            shown = section.locator(".helpful li").evaluate_all("items => items.map(i => +i.dataset.index)")
+            assert shown == np.argsort(-scores)[:12].tolist()
+            told = section.locator(".helpful li .score").first.inner_text()
+            assert float(told) == pytest.approx(scores.max(), abs=6e-3)
+            tops.append(set(shown))
+        both = (
+            page.locator(".method")
+            .first.locator(".helpful li.both")
+            .evaluate_all("items => items.map(i => +i.dataset.index)")
+        )
+        assert set(both) == tops[0] & tops[1]
+        assert f"{len(both)} helpful" in page.locator(".agreement").inner_text()
+        # The picture is the one of that index.
+        pixel = (
+            page.locator(".method")
+            .first.locator(".helpful li canvas")
+            .first.evaluate("c => [...c.getContext('2d').getImageData(2, 3, 1, 1).data]")
+        )
+        best = np.load(run / "examples" / "train.images.npy")[int(np.argmax(ours))]
+        assert pixel == [*best[3, 2].tolist(), 255]
+        page.goto(address + "#view=compare&query=1")
+        page.wait_for_selector(".compare-view[data-ready]")
+        assert page.locator(".compare-view circle").count() == 40
+        rank = spearmanr(ours, theirs).statistic
+        assert f"{rank:.2f} of this query's scores" in page.locator(".facts").inner_text()
+
+
+def test_the_map_opens_an_example(images: tuple[Path, Path], page: Any) -> None:
+    with served(images[0]) as address:
+        page.goto(address + "#view=map")
+        page.wait_for_selector(".map-view[data-ready]")
+        assert page.locator(".place").count() == 40
+        page.locator(".place[data-index='17']").click(force=True)
+        page.wait_for_selector(".map-side h2:has-text('train 17')")
+        page.get_by_role("button", name="Open among the images").click()
+        page.wait_for_selector(".images-view[data-ready]")
+        assert "search=%2317" in page.url
+
+
+def test_the_report_opens_from_disk_without_a_network(texts: Path, tmp_path: Path, page: Any) -> None:
+    report = tmp_path / "report.html"
+    report.write_text(write_report([RunSource(texts, Run)], queries=[2, 0], k=4), encoding="utf-8")
+    page.context.set_offline(True)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report.as_uri())
+    coloured(page)
+    query_token(page, 5).click()
+    coloured(page)
+    index = int(page.locator(".train-pane .card").first.get_attribute("data-index"))
+    train_token(page, index, 3).hover()
+    page.wait_for_selector(".tip:has-text('batches')")
+    assert told(page) == pytest.approx(correlation(texts, index, 2)[2, 4], abs=6e-5)
+    # A span, from the covariances of the query's own tokens.
+    query_token(page, 2).click()
+    query_token(page, 4).click(modifiers=["Shift"])
+    coloured(page)
+    traces = jostle.load(texts).traces
+    query, train = (np.asarray(traces.losses(name)[:]).astype(np.float64) for name in ("query", "train"))
+    span = query[:, :, traces.columns("query").of(2)][:, :, 1:4].sum(2).ravel()
+    index = int(page.locator(".train-pane .card").first.get_attribute("data-index"))
+    series = train[:, :, traces.columns("train").of(index)][:, :, 2].ravel()
+    train_token(page, index, 3).hover()
+    assert told(page) == pytest.approx(np.corrcoef(span, series)[0, 1], abs=1e-4)
+    # The other way round, among the queries of the report.
+    train_token(page, index, 3).click()
+    coloured(page)
+    assert page.locator(".query-pane .card, .query-pane .quiet").count() >= 1
+    for view in ("health", "map"):
+        page.locator(f"[data-view={view}]").click()
+        page.wait_for_selector(f".{view}-view[data-ready]")
+        assert page.locator(".trouble").count() == 0
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+
+
+def test_a_notebook_shows_the_tokens(texts: Path, tmp_path: Path, page: Any) -> None:
+    shown = jostle.load(texts).show(query=1)
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><p>cell</p>{shown._repr_html_()}", encoding="utf-8")
+    page.goto((tmp_path / "notebook.html").as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator(".tokens-view[aria-busy='false']").wait_for()
+    frame.locator(".query-pane > .text .token").nth(3).click()
+    frame.locator(".tokens-view[aria-busy='false']").wait_for()
+    card = frame.locator(".train-pane .card").first
+    index = int(card.get_attribute("data-index"))
+    card.locator(".token").nth(2).hover()
+    text = frame.locator(".tip").inner_text()
+    value = float(re.search(r"([+−])(\d\.\d+)", text).expand(r"\1\2").replace("−", "-"))
+    assert value == pytest.approx(correlation(texts, index, 1)[1, 2], abs=6e-5)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_finding_of_an_accessibility_audit(
+    texts: Path, images: tuple[Path, Path], browser: Any, scheme: str
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    page = context.new_page()
+    serious = []
+    with served(texts, *images) as address:
+        for view in (
+            "run=0&view=tokens&from=2",
+            "run=0&view=tokens&train=3&token=2",
+            "run=1&view=images",
+            "run=1&view=health",
+            "run=1&view=map&open=3",
+            "run=1&view=compare",
+        ):
+            page.goto(f"{address}#{view}")
+            page.reload()
+            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
+            found = Axe().run(page).response["violations"]
+            serious += [
+                (view, one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary"))
+                for one in found
+                if one["impact"] in ("serious", "critical")
+            ]
+    context.close()
+    assert not serious, serious
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window(texts: Path, images: tuple[Path, Path], page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    with served(texts, *images) as address:
+        for view in (
+            "run=0&view=tokens",
+            "run=1&view=images",
+            "run=1&view=health",
+            "run=1&view=map",
+            "run=1&view=compare",
+        ):
+            page.goto(f"{address}#{view}")
+            page.reload()
+            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
