@@ -188,7 +188,7 @@ def test_a_failed_chain_takes_its_mirror_image_along() -> None:
     truth = problem(1.0)
     with pytest.warns(ChainFailedWarning, match="and its mirror image are left out"):
         result = run(truth, FailsInOneDirection(step_size=0.05), draws=30, chains=6)
-    healthy = result._healthy_chains()
+    healthy = result.healthy_chains
     assert 0 < len(healthy) < 6
     assert len(healthy) % 2 == 0
     assert not {chain ^ 1 for chain in result.failed_chains} & set(healthy.tolist())
