@@ -113,7 +113,9 @@ def _from_config(path: Path) -> dict[str, Any]:
             expected="the config.yaml of a run that the command line made",
         ) from error
     for name, kinds in KINDS.items():
-        if name in settings and not isinstance(settings[name], kinds):
+        given = settings.get(name, "")
+        parts = given if isinstance(given, list) else []
+        if name in settings and not (isinstance(given, kinds) and all(isinstance(part, str) for part in parts)):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise InputError("config", got=f"{name} {settings[name]!r} in {path}", expected=f"a {expected}")
     return settings
