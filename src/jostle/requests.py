@@ -63,8 +63,8 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     if flags.get("sampler") == "gaussian" and "step_size" in flags:
         raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
     request["thin"] = _thin(request["thin"])
-    if isinstance(request.get("until"), list):
-        request["until"] = dict(_criterion(word) for word in request["until"])
+    if "until" in flags:  # words; a config file has names and numbers
+        request["until"] = dict(_criterion(word) for word in flags["until"])
     if "task" in request and "model" in request:
         raise InputError("task", got="a model as well", expected="either --task or --model")
     needed = () if "task" in request else ("model", "train", "query")
