@@ -273,7 +273,7 @@ def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, p
         for name in ("train", "query"):
             for chain in range(3):
                 traces.record(name, [chain], 20, np.asarray(traces.losses(name)[chain : chain + 1, :20]) + 0.02)
-        manifest = json.loads((run / "manifest.json").read_text()) | {"status": "complete"}
+        manifest = json.loads((run / "manifest.json").read_text()) | {"status": "complete", "draws": 40}
         (run / "manifest.json").write_text(json.dumps(manifest))
         page.wait_for_selector(".verdict h2:not(:has-text('So far'))", timeout=20_000)
         assert page.locator(".progress").count() == 0

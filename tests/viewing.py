@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 import yaml
 
+from jostle.config import fingerprint_settings
 from jostle.run import FORMAT, Run
 from jostle.traces import Columns, Traces
 from jostle.viewer.answers import Answers, open_sources
@@ -75,8 +76,9 @@ def write_run(
         np.save(directory / "examples" / f"{name}.images.npy", pixels)
     manifest = {
         "format": FORMAT, "jostle": "0.1.0", "status": "complete" if recorded is None else "sampling",
-        "created": "2026-01-01T00:00:00Z", "fingerprints": {"train": "a", "query": "b", "sampling_data": "a"},
-        "moving_weights": 100, "failed_chains": [], "remarks": [], "scale": 0.1, "device": "cpu",
+        "created": "2026-01-01T00:00:00Z", "moving_weights": 100, "failed_chains": [], "remarks": [], "scale": 0.1,
+        "fingerprints": {"config": fingerprint_settings(config), "train": "a", "query": "b", "sampling_data": "a"},
+        "draws": draws if recorded is None else 0, "seconds": {"preparing": 0.0, "sampling": 1.0}, "device": "cpu",
     }  # fmt: skip
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory

@@ -64,8 +64,8 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     if flags.get("sampler") == "gaussian" and "step_size" in flags:
         raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
     request["thin"] = _thin(request["thin"])
-    if isinstance(request.get("until"), list):
-        request["until"] = dict(_criterion(word) for word in request["until"])
+    if "until" in flags:  # words; a config file has names and numbers
+        request["until"] = dict(_criterion(word) for word in flags["until"])
     if "task" in request and "model" in request:
         raise InputError("task", got="a model as well", expected="either --task or --model")
     needed = () if "task" in request else ("model", "train", "query")
@@ -114,7 +114,9 @@ def _from_config(path: Path) -> dict[str, Any]:
             expected="the config.yaml of a run that the command line made",
         ) from error
     for name, kinds in KINDS.items():
-        if name in settings and not isinstance(settings[name], kinds):
+        given = settings.get(name, "")
+        parts = given if isinstance(given, list) else []
+        if name in settings and not (isinstance(given, kinds) and all(isinstance(part, str) for part in parts)):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise InputError("config", got=f"{name} {settings[name]!r} in {path}", expected=f"a {expected}")
     return settings

@@ -21,7 +21,7 @@ import fnmatch
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -112,10 +112,6 @@ class MovingWeights:
                 expected="finite weights",
                 fix="load a checkpoint from before training diverged",
             )
-
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " weight"]:
-        """Lay named tensors end to end."""
-        return torch.cat([tensors[name].reshape(-1).to(self.dtype) for name in self.names])
 
     def unflatten(self, flat: Float[Tensor, " weight"]) -> dict[str, Tensor]:
         """Name the slices, in the shape and type in which the model computes with them."""
