@@ -91,6 +91,8 @@ def start(count: int, out: Path, *, silence: float = 60.0, **settings: Any) -> l
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    for said in out.parent.glob(f"{out.name}-*.txt"):  # by ranks before these
+        said.unlink()
     arguments = (count, port, out, settings, silence)
     processes = [PROCESSES.Process(target=be_rank, args=(rank, *arguments)) for rank in range(count)]
     for process in processes:

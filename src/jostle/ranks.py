@@ -144,7 +144,7 @@ class Ranks:
         key = f"shared/{next(self._turn)}"
         if self.leads:
             decided = decide()
-            self._store.set(key, json.dumps(decided))
+            self._tell(key, decided)
             return decided
         return self._wait(key)
 
@@ -155,7 +155,7 @@ class Ranks:
         turn = next(self._turn)
         if self.leads:
             return [value, *(self._wait(f"gathered/{turn}/{rank}") for rank in range(1, self.count))]
-        self._store.set(f"gathered/{turn}/{self.rank}", json.dumps(value))
+        self._tell(f"gathered/{turn}/{self.rank}", value)
         return []
 
     def __enter__(self) -> Self:
@@ -171,14 +171,12 @@ class Ranks:
                 self.share(lambda: None)  # rank 0 may host the store, and is the last to leave
                 self._leave()
                 self.gather(None)
-            else:
+                return
+            with contextlib.suppress(dist.DistError):  # where there is nobody left to tell
                 if not isinstance(error, RankLostError):
                     reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
                     self._report(self.rank, f"{reason} ({socket.gethostname()})")
                 self._await_hearing()
-        except dist.DistError as gone:
-            if error is None:
-                raise self._store_gone() from gone
         finally:
             self._leave()
 
@@ -194,6 +192,12 @@ class Ranks:
     def _leave(self) -> None:
         self._leaving.set()
         self._signs.join()
+
+    def _tell(self, key: str, value: Any) -> None:
+        try:
+            self._store.set(key, json.dumps(value))
+        except dist.DistError as error:
+            raise self._store_gone() from error
 
     def _wait(self, key: str) -> Any:
         try:
