@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from jostle.layout import writing
 from jostle.ranks import join
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jostle.sampling", "jostle.cli", "jostle.requests", "zarr"])
+PROCESSES.set_forkserver_preload(["jostle.sampling", "jostle.sharding", "jostle.cli", "jostle.requests", "zarr"])
 
 SETTINGS: dict[str, Any] = {"chains": 5, "draws": 12, "burn_in": 3, "thin": 2, "batch_size": 8}
 
@@ -70,7 +71,14 @@ def sample(out: Path, **changes: Any) -> jostle.Run:
     )  # fmt: skip
 
 
-def be_rank(rank: int, count: int, port: int, out: Path, settings: dict[str, Any], silence: float) -> None:
+def sampled(out: Path, **changes: Any) -> str:
+    return f"{sample(out, **changes).draws} draws"
+
+
+Work = Callable[..., str]
+
+
+def be_rank(rank: int, count: int, port: int, work: Work, out: Path, settings: dict[str, Any], silence: float) -> None:
     """One process of several, as torchrun would start it; what it has to say goes to a file."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -80,20 +88,19 @@ def be_rank(rank: int, count: int, port: int, out: Path, settings: dict[str, Any
     ranks.SILENCE_SECONDS = silence
     ranks.BEAT_SECONDS = 0.3
     try:
-        finished = sample(out, **settings)
-        said = f"{finished.draws} draws"
+        said = work(out, **settings)
     except (JostleError, KeyboardInterrupt) as error:
         said = f"{type(error).__name__}: {error}"
     (out.parent / f"{out.name}-{rank}.txt").write_text(said)
 
 
-def start(count: int, out: Path, *, silence: float = 60.0, **settings: Any) -> list[BaseProcess]:
+def start(count: int, out: Path, *, work: Work = sampled, silence: float = 60.0, **settings: Any) -> list[BaseProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for said in out.parent.glob(f"{out.name}-*.txt"):  # by ranks before these
         said.unlink()
-    arguments = (count, port, out, settings, silence)
+    arguments = (count, port, work, out, settings, silence)
     processes = [PROCESSES.Process(target=be_rank, args=(rank, *arguments)) for rank in range(count)]
     for process in processes:
         process.start()

@@ -197,6 +197,9 @@ def demo(
 
 
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
+_Shards = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Spread each model over N ranks of torchrun (FSDP2).")
+]
 _Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 _Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
 _RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
@@ -288,6 +291,7 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    shards: _Shards = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
     ] = False,
@@ -305,6 +309,8 @@ def run(
     ranks.join()
     if not auto and (rise is not None or kappa is not None):
         raise InputError("rise" if rise is not None else "kappa", got="no --auto", expected="--auto, which it is for")
+    if auto and (shards or 1) > 1:
+        raise InputError("shards", got="--auto", expected="the config of jostle calibrate", fix="--config FILE")
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
     request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
@@ -330,6 +336,7 @@ def run(
 def resume(
     out: _Out,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the run began.")] = None,
+    shards: _Shards = None,
 ) -> None:
     """Go on with a run that was interrupted, to the same numbers as if it had not been.
 
@@ -338,7 +345,7 @@ def resume(
     from jostle import ranks, requests
 
     ranks.join()
-    _carry_out(requests.of_run(out, {"device": device} if device else None), out)
+    _carry_out(requests.of_run(out, _given({"device": device, "shards": shards})), out)
 
 
 @app.command(
@@ -351,6 +358,7 @@ def extend(
     out: _Out,
     draws: Annotated[int | None, typer.Option(metavar="T", min=1, help="Draws of each chain, in all.")] = None,
     chains: Annotated[int | None, typer.Option(metavar="C", min=1, help="Chains, in all.")] = None,
+    shards: _Shards = None,
 ) -> None:
     """Add draws or chains to a run, to the same numbers as if it had had them from the start.
 
@@ -359,10 +367,9 @@ def extend(
     from jostle import ranks, requests
 
     ranks.join()
-    changes = {name: value for name, value in (("draws", draws), ("chains", chains)) if value is not None}
-    if not changes:
+    if draws is None and chains is None:
         raise InputError("extend", got="neither --draws nor --chains", expected="one of them")
-    _carry_out(requests.of_run(out, changes), out)
+    _carry_out(requests.of_run(out, _given({"draws": draws, "chains": chains, "shards": shards})), out)
 
 
 @app.command(

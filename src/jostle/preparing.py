@@ -192,7 +192,9 @@ def check_kinds(
         )
     sharding: Any = sys.modules.get("torch.distributed.tensor")  # a second to import, and loaded where it is used
     if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in model.parameters()):
-        raise InputError("model", got="sharded weights (DTensor)", expected="a model that is whole on every rank")
+        raise InputError(
+            "model", got="sharded weights (DTensor)", expected="a model that is whole on every rank", fix="pass shards="
+        )
     for name, function in (("loss", loss), ("potential_loss", potential_loss)):
         if function in FACTORIES:
             raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
@@ -208,6 +210,17 @@ def check_kinds(
     if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
         got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
         raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
+
+
+def check_sharded(config: Config, *, chains_at_once: int | None, compile: bool | None) -> None:
+    """Refuse what a model that is spread over ranks cannot do."""
+    if getattr(config.sampler, "whole_chain", False):
+        rule = type(config.sampler).__name__
+        raise InputError("shards", got=f"{rule}, which needs all weights at once", expected="another sampler")
+    if chains_at_once not in (None, 1):
+        raise InputError("chains_at_once", got=f"{chains_at_once} with shards", expected="1")
+    if compile:
+        raise InputError("compile", got="True with shards", expected="False")
 
 
 def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:

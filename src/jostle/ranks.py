@@ -4,6 +4,9 @@ Chains never need each other, so nothing but a few lines of JSON passes between 
 `torch.distributed` meets at: rank 0 decides and the others follow (`Ranks.share`), and what each has to say comes
 together there (`Ranks.gather`). Waiting for a slow rank has no limit. A dead one is known by its silence: every rank
 gives a sign of life every few seconds, and listens to the next one's.
+
+Where a model is sharded, the ranks that hold it are a `Crew`: they have the same chains, do everything together, and so
+have to be of one mind wherever one alone would look at its clock or its weights.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from jostle.errors import RankLostError
+from jostle.errors import InputError, JostleError, RankLostError
 
 BEAT_SECONDS = 2.0
 """How often a rank gives a sign of life."""
@@ -56,7 +60,8 @@ def join() -> None:
     store, rank, count = next(rendezvous("env://", timeout=patience))
     # torchrun may restart all ranks and keep the store, with the addresses of those that are gone.
     attempt = distributed_c10d.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=count, timeout=patience)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=patience)
     if dist.get_rank():
         logging.getLogger("jostle").setLevel(logging.ERROR)
 
@@ -97,21 +102,81 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
+class Crew:
+    """The processes that hold one model together; without a mesh of them, this one alone.
+
+    Attributes:
+        mesh: of `torch.distributed`.
+        rank: which of them this is.
+        count: how many there are.
+    """
+
+    def __init__(self, mesh: Any = None) -> None:
+        self.mesh = mesh
+        self.rank, self.count = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that writes."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Return whether it holds for one of them, at least."""
+        return flag if self.mesh is None else bool(self._reduced(torch.tensor(int(flag)), dist.ReduceOp.MAX))
+
+    def all(self, flags: Tensor) -> Tensor:
+        """Return what holds for every one of them."""
+        return flags if self.mesh is None else self._reduced(flags.int(), dist.ReduceOp.MIN).bool()
+
+    def slowest(self, seconds: float) -> float:
+        """Return what took the longest of them so long."""
+        return seconds if self.mesh is None else self._reduced(torch.tensor(seconds), dist.ReduceOp.MAX).item()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return what all of them have, added up."""
+        return values if self.mesh is None else self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
+        assert self.mesh is not None
+        value = value.to(self.mesh.device_type, copy=True)
+        dist.all_reduce(value, operation, group=self.mesh.get_group())
+        return value
+
+
 class Ranks:
     """The processes that share a run; without torch.distributed, this one alone.
 
     A context manager: on whatever error a rank leaves, the others learn of it and stop at a checkpoint.
 
+    Args:
+        shards: over how many ranks each model is spread.
+
     Attributes:
         rank: which of them this is.
         count: how many there are.
+        crew: those that hold this rank's model.
+        crews: how many models, and so how many chains at a time, there are.
         interrupted: asked while waiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 1) -> None:
         join()
         together = several() and not _alone.get()
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        if self.count % shards:
+            raise InputError(
+                "shards",
+                got=f"{shards} with {self.count} rank{'s' if self.count > 1 else ''}",
+                expected="a divisor of the number of ranks",
+                fix=f"torchrun --nproc-per-node {shards} -m jostle run ...",
+            )
+        self.crews, self.crew = self.count // shards, Crew()
+        if shards > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            mesh = init_device_mesh(kind, (self.crews, shards), mesh_dim_names=("chains", "shards"))
+            self.crew = Crew(mesh["shards"])
         self.interrupted: Callable[[], bool] = lambda: False
         self._turn = itertools.count()
         self._lost: str | None = None
@@ -126,6 +191,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def first_crew(self) -> bool:
+        """Whether this rank is of the crew that rank 0 is in, and takes part in whatever it tries."""
+        return self.rank < self.crew.count
+
+    @property
     def lost(self) -> bool:
         """Whether a rank was lost, so that the others should stop."""
         return self._lost is not None
@@ -135,7 +205,8 @@ class Ranks:
 
         Which chains are side by side can change their last bits, and does not depend on the number of ranks here.
         """
-        return [chain for chain in range(chains) if chain // at_once % self.count == self.rank]
+        number = self.rank // self.crew.count
+        return [chain for chain in range(chains) if chain // at_once % self.crews == number]
 
     def share(self, decide: Callable[[], Value]) -> Value:
         """Return on every rank what rank 0 decides, which has to be plain data."""
@@ -180,6 +251,17 @@ class Ranks:
         finally:
             self._leave()
 
+    @contextlib.contextmanager
+    def watching_the_crew(self) -> Iterator[None]:
+        """Name the rank whose death broke off what a crew did together."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:  # what a collective raises depends on its backend
+            if self.crew.count == 1 or isinstance(error, JostleError):
+                raise
+            self.raise_if_lost(within=SILENCE_SECONDS + 3 * BEAT_SECONDS)
+            raise
+
     def _await_hearing(self) -> None:
         """Give the others the time to hear of a loss, where what they hear it through goes with this process."""
         if not self.leads or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -210,8 +292,11 @@ class Ranks:
         except dist.DistError as error:
             raise self._store_gone() from error
 
-    def raise_if_lost(self) -> None:
-        """Stop where another rank was lost."""
+    def raise_if_lost(self, *, within: float = 0.0) -> None:
+        """Stop where another rank was lost; ``within`` so many seconds, where others may know of it already."""
+        deadline = time.monotonic() + within
+        while self._lost is None and not self.interrupted() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         if self._lost is not None:
             raise RankLostError(f"{self._lost}; the same command, on any number of ranks, goes on where it stood")
 

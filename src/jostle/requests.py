@@ -263,7 +263,7 @@ def carry_out(
         examples=task.examples,
         dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in (*LATER, "compile") if name in request},
+        **{name: request[name] for name in (*LATER, "compile", "shards") if name in request},
         **options,
     )
     if run.manifest.get("thinning"):
@@ -287,8 +287,10 @@ def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def task_of(request: Mapping[str, Any]) -> Task:
     """Load the model and the data that a request names."""
+    # A model that is to be spread over GPUs comes from the memory of the host.
+    spread = request.get("shards", 1) > 1
     if "task" in request:
-        return from_file(request["task"], request.get("device"))
+        return from_file(request["task"], None if spread else request.get("device"))
     return language_model(
         request["model"],
         train=request["train"],
@@ -296,6 +298,7 @@ def task_of(request: Mapping[str, Any]) -> Task:
         sampling=request.get("sampling"),
         max_length=request.get("max_length"),
         device=request.get("device"),
+        spread=spread,
     )
 
 

@@ -20,6 +20,7 @@ from jostle.chains import (
     Checkpoints,
     CovarianceRecorder,
     Dynamics,
+    NoRecorder,
     Progress,
     Recorder,
     TraceRecorder,
@@ -51,8 +52,8 @@ from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
 from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
-from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
-from jostle.ranks import Ranks
+from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, check_sharded, prepare
+from jostle.ranks import BEAT_SECONDS, Crew, Ranks
 from jostle.run import Run, healthy_chains
 from jostle.samplers import SGLD, Sampler
 from jostle.stopping import measure, next_round, reached
@@ -89,6 +90,7 @@ def attribute(
     collate: Collate | None = None,
     observation_batch_size: int | None = None,
     chains_at_once: int | None = None,
+    shards: int = 1,
     precision: Precision = "model",
     compile: bool | None = None,
     checkpoint_seconds: float = 60.0,
@@ -143,6 +145,8 @@ def attribute(
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers. Default:
             on a GPU, grown until it no longer pays.
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
+        shards: over how many ranks each model is spread (FSDP2), where no GPU has room for it; does not change the
+            numbers. The model stays whole where it is passed, in the memory of the host, say.
         precision: ``"model"`` computes in the precision of the model's own weights; ``"bfloat16"`` has matrix products
             in bfloat16 (autocast), which a GPU does many times faster. Chains, losses and scores are float32 all the
             same.
@@ -200,13 +204,22 @@ def attribute(
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
         require_whole("chains_at_once", chains_at_once, at_least=1)
+    require_whole("shards", shards, at_least=1)
+    if shards > 1:
+        check_sharded(config, chains_at_once=chains_at_once, compile=compile)
     began = time.perf_counter()
     moving = MovingWeights(model, config.posterior.weights)
     fingerprints = {
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),
     }
-    with Ranks() as ranks, eval_mode(model), InPlace(model, moving, bfloat16=precision == "bfloat16") as in_place:
+    bfloat16 = precision == "bfloat16"
+    with (
+        Ranks(shards) as ranks,
+        ranks.watching_the_crew(),
+        eval_mode(model),
+        _functional(model, moving, ranks.crew, bfloat16=bfloat16) as in_place,
+    ):
         if ranks.count > 1 and (out is None or keep == "covariance"):
             got = "no place that all ranks see" if out is None else "keep='covariance'"
             expected = "out=" if out is None else "keep='traces'"
@@ -214,26 +227,28 @@ def attribute(
         data = DataSets.of(train, query, sampling_data, collate=collate, device=in_place.device)
         check_examples(examples or {}, data.observed)
         execution = _shared(ranks, lambda: execution_of(directory))
+        if shards > 1 and execution:
+            execution = dataclasses.replace(execution, chains_at_once=1, compiled=False)
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
 
         def ready(batch_sizes: Mapping[str, int | None]) -> Prepared:
-            most = execution.chains_at_once if execution else -(-chains // ranks.count)
+            most = execution.chains_at_once if execution else -(-chains // ranks.crews)
             return prepare(
                 in_place,
                 config,
                 functions,
                 data,
                 batch_sizes=batch_sizes,
-                chains_at_once=chains_at_once,
+                chains_at_once=1 if shards > 1 else chains_at_once,
                 most_at_once=most,
             )
 
         # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
-        prepared = ready(batch_sizes) if ranks.leads else None
+        prepared = ready(batch_sizes) if ranks.first_crew else None
         batch_sizes = ranks.share(lambda: prepared.batch_sizes if prepared else {})
         prepared = prepared or ready(batch_sizes)
         fingerprints |= data.fingerprints()
-        plan = make_plan(config, prepared, directory, pilot=pilot, ranks=ranks.count)
+        plan = make_plan(config, prepared, directory, pilot=pilot, crews=ranks.crews)
         plan.check()
         _check_ranks(ranks, fingerprints, prepared.at_center, in_place.tolerance)
         if dry_run is not None:
@@ -264,7 +279,7 @@ def attribute(
                 make_ready(execution, dynamics)
                 if manifest is None:
                     thinning = None
-                    if pilot and ranks.leads:
+                    if pilot and ranks.first_crew:
                         probes = {
                             name: Observer(in_place, functions.loss, data.observed[name], size, most=PROBED_EXAMPLES)
                             for name, size in execution.batch_sizes.items()
@@ -288,8 +303,9 @@ def attribute(
                 assert manifest is not None
                 await_run(directory, ranks.rank)
                 groups = -(-config.chains // execution.chains_at_once)
-                if ranks.leads and groups < ranks.count:
-                    log.warning("%d of %d ranks have no chain to run", ranks.count - groups, ranks.count)
+                if ranks.leads and groups < ranks.crews:
+                    idle = (ranks.crews - groups) * shards
+                    log.warning("%d of %d ranks have no chain to run", idle, ranks.count)
                 try:
                     own = ranks.chains(config.chains, execution.chains_at_once)
                     with _bar(progress and ranks.leads, len(own) * config.steps[-1], prepared.observers) as report:
@@ -316,6 +332,15 @@ def attribute(
     run = Run(directory)
     _tell(run, warn=ranks.leads)
     return run
+
+
+def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
+    """The model on this rank, or this rank's part of it."""
+    if crew.count == 1:
+        return InPlace(model, moving, bfloat16=bfloat16)
+    from jostle.sharding import Sharded  # which takes a second to import
+
+    return Sharded(model, moving, crew, bfloat16=bfloat16)
 
 
 def _shared(ranks: Ranks, choose: Callable[[], Execution | None]) -> Any:
@@ -349,7 +374,9 @@ def _check_ranks(
 
 def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, compile: bool | None) -> Execution:
     """How the chains will run: as asked, or as is quickest."""
-    if chains_at_once is not None and prepared.together is not None:
+    if prepared.alone.model.crew.count > 1:
+        execution = Execution()
+    elif chains_at_once is not None and prepared.together is not None:
         execution = Execution(chains_at_once=prepared.at_once)
     else:
         execution = choose(config, prepared.alone, prepared.together, at_once=prepared.at_once, compile=compile)
@@ -377,7 +404,7 @@ def _sample(
     recorder: Recorder
     if config.keep == "traces":
         traces = Traces(directory / "traces.zarr", writable=True)
-        recorder = TraceRecorder(traces)
+        recorder = TraceRecorder(traces) if ranks.crew.leads else NoRecorder()
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
     before, started = manifest["seconds"]["sampling"], time.perf_counter()
@@ -422,7 +449,7 @@ def _sample(
             )
             failures += [dataclasses.asdict(failure) for failure in new_failures]
             remarked += new_remarks
-        gathered = ranks.gather((failures, remarked))
+        gathered = ranks.gather((failures, remarked) if ranks.crew.leads else ([], []))
         if not ranks.leads:
             continue
         failures = [failure for theirs, _ in gathered for failure in theirs]
@@ -487,8 +514,8 @@ def _interruptible(ranks: Ranks) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: asked.is_set() or ranks.lost
     except KeyboardInterrupt:
-        if not asked.is_set():
-            ranks.raise_if_lost()
+        if not asked.is_set():  # but another rank of the crew was, or knows of one that is lost
+            ranks.raise_if_lost(within=3 * BEAT_SECONDS)
         raise
     finally:
         for number, handler in before.items():
