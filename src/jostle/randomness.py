@@ -81,8 +81,12 @@ def noise(
 
         def fill(row: np.ndarray, chain: int) -> None:
             counter = _Counter(seed)
-            for name, part in moving.slices.items():
-                counter.at(f"noise/{name}", chain, step).standard_normal(out=row[part], dtype=row.dtype)
+            for (name, part), size, kept in zip(moving.slices.items(), moving.whole.sizes, moving.kept, strict=True):
+                generator = counter.at(f"noise/{name}", chain, step)
+                if size == part.stop - part.start:
+                    generator.standard_normal(out=row[part], dtype=row.dtype)
+                else:  # the numbers of a shard are those that the whole parameter has there
+                    row[part] = generator.standard_normal(size, dtype=row.dtype)[kept]
 
         if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
             for row, chain in zip(values, chains, strict=True):
@@ -95,9 +99,14 @@ def noise(
         torch.Generator(device).manual_seed(_stream.__wrapped__(f"{seed}/{chain}/{step}/noise") % 2**63)
         for chain in chains
     ]
-    for start in range(0, moving.total, BLOCK):
-        part = slice(start, min(start + BLOCK, moving.total))
-        block = torch.empty(len(chains), part.stop - start, dtype=moving.dtype, device=device)
+    places, given = moving.places(), 0
+    for start in range(0, moving.whole.total, BLOCK):
+        stop = min(start + BLOCK, moving.whole.total)
+        block = torch.empty(len(chains), stop - start, dtype=moving.dtype, device=device)
         for row, generator in zip(block, generators, strict=True):
             row.normal_(generator=generator)
-        yield part, block
+        if moving.whole is not moving:
+            here = [slice(max(place.start, start) - start, min(place.stop, stop) - start) for place in places]
+            block = torch.cat([block[:, part] for part in here if part.start < part.stop], dim=1)
+        yield slice(given, given + block.shape[1]), block
+        given += block.shape[1]
