@@ -135,11 +135,11 @@ class Dynamics:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
         while True:
             try:
+                if self._pieces == 1:
+                    return self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, batches)
                 total: Tensor | None = None
                 for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
                     part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
-                    if self._pieces == 1:
-                        return part
                     part = len(pieces[0]) / len(batches[0]) * part.to(weights.dtype)
                     total = part if total is None else total.add_(part)
                 assert total is not None

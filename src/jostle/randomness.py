@@ -79,8 +79,7 @@ def noise(
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
 
-        def fill(row: np.ndarray, chain: int) -> None:
-            counter = _Counter(seed)
+        def fill(row: np.ndarray, chain: int, counter: _Counter) -> None:
             for (name, part), size, kept in zip(moving.slices.items(), moving.whole.sizes, moving.kept, strict=True):
                 generator = counter.at(f"noise/{name}", chain, step)
                 if size == part.stop - part.start:
@@ -89,10 +88,11 @@ def noise(
                     row[part] = generator.standard_normal(size, dtype=row.dtype)[kept]
 
         if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
+            counter = _Counter(seed)
             for row, chain in zip(values, chains, strict=True):
-                fill(row, chain)
+                fill(row, chain, counter)
         else:
-            list(_threads(torch.get_num_threads()).map(fill, values, chains))
+            list(_threads(torch.get_num_threads()).map(fill, values, chains, [_Counter(seed) for _ in chains]))
         yield slice(0, moving.total), torch.from_numpy(values)
         return
     generators = [
