@@ -17,7 +17,7 @@ import argparse
 import copy
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,10 @@ def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     return float(sum(right)) / len(data[1])
 
 
-def one_seed(arguments: argparse.Namespace, seed: int, record: Record, budget: Budget, device: str) -> None:
+def settings_of(
+    arguments: argparse.Namespace, seed: int, record: Record, budget: Budget, device: str
+) -> Iterator[Setting]:
+    """The model of a seed and its banks, for each attribution set; what the work directory lacks is made first."""
     images = Images(arguments.data, seed, arguments.queries, device, arguments.images)
     work = arguments.work / f"seed-{seed}"
     work.mkdir(parents=True, exist_ok=True)
@@ -217,17 +220,16 @@ def one_seed(arguments: argparse.Namespace, seed: int, record: Record, budget: B
                 retrainer, images.query, loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget,
                 record=record, batch_size=2_000, key=f"alpha_attribution {share:g}, alpha_retrain {key}",
             )  # fmt: skip
-        setting = Setting(
+        yield Setting(
             f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks,
             read_bif(arguments.bif, BIF), sampling_data=images.all,
             potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
         )  # fmt: skip
-        run(setting, work / "scores", record, budget)
 
 
-def main() -> None:
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="LDS on CIFAR-10 with ResNet-9, as in the paper.")
     parser.add_argument("--data", type=Path, required=True, help="the official binary batches, or an .npz")
     parser.add_argument("--work", type=Path, required=True, help="banks, checkpoints and runs")
@@ -249,7 +251,11 @@ def main() -> None:
     parser.add_argument("--ekfac-repeats", type=int, default=2, help="fits of EK-FAC, for its own variation")
     parser.add_argument("--scoring-batch", type=int, default=512)
     parser.add_argument("--images", type=int, help="use only so many training images (to try the script)")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = read_arguments()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     budget = Budget(arguments.minutes)
@@ -263,7 +269,8 @@ def main() -> None:
     status = "complete"
     try:
         for seed in arguments.seeds:
-            one_seed(arguments, seed, record, budget, device)
+            for setting in settings_of(arguments, seed, record, budget, device):
+                run(setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
     except OutOfTimeError:
         status = "out of time; the same command goes on"
     record.content["status"] = status

@@ -19,6 +19,7 @@ import itertools
 import json
 import lzma
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def one_recipe(arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, device: str) -> None:
+def setting_of(arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, device: str) -> Setting:
+    """The model of a recipe and its banks; what the work directory lacks is made first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
@@ -174,15 +176,14 @@ def one_recipe(arguments: argparse.Namespace, recipe: str, record: Record, budge
         for name, options in settings.items()
         for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
     }
-    setting = Setting(
+    return Setting(
         recipe, model, train, query, loss, banks, bif, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
     )  # fmt: skip
-    run(setting, work / "scores", record, budget)
 
 
-def main() -> None:
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="LDS of a language model that is fine-tuned on Wikipedia text.")
     parser.add_argument("--model", type=Path, required=True, help="a directory with a causal LM and its tokenizer")
     parser.add_argument("--wikipedia", type=Path, required=True, help='JSONL with "text", plain or .xz')
@@ -202,7 +203,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["gradients", "trak", "ekfac", "bif"])
     parser.add_argument("--ekfac-repeats", type=int, default=3, help="fits of EK-FAC, for its own variation")
     parser.add_argument("--scoring-batch", type=int, default=32)
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = read_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     budget = Budget(arguments.minutes)
     left_out = ("model", "wikipedia", "work", "record", "minutes", "bif")
@@ -220,7 +225,12 @@ def main() -> None:
     try:
         for recipe in arguments.recipe:
             print(recipe, flush=True)
-            one_recipe(arguments, recipe, record, budget, device)
+            run(
+                setting_of(arguments, recipe, record, budget, device),
+                arguments.work / recipe / "scores",
+                record,
+                budget,
+            )
     except OutOfTimeError:
         status = "out of time; the same command goes on"
     record.content["status"] = status

@@ -120,9 +120,9 @@ class Transformer(nn.Module):
         return self.norm(hidden) @ self.tokens.weight.T
 
 
-def digits(make: Callable[[], nn.Module], **settings: Any) -> Problem:
+def digits(make: Callable[[], nn.Module], first: int = 0, **settings: Any) -> Problem:
     pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
+    order = np.random.default_rng(0).permutation(len(labels))[first:]
     X, y = torch.tensor(pixels[order], dtype=torch.float32) / 16, torch.tensor(labels[order])
     return Problem(
         make=make, train=(X[:400], y[:400]), query=(X[400:500], y[400:500]), loss=jostle.losses.classification(),
@@ -154,7 +154,9 @@ READ_BEFORE = "argparse asyncio collections decimal email heapq json logging tar
 READ_AFTER = "statistics threading typing zipfile"
 
 
-def characters() -> Problem:
+def characters(
+    train: int = 240, queries: int = 60, longest: int = 40, before: int | None = None, **shape: int
+) -> Problem:
     """Lines of the standard library's own documentation; a model that has read modules is fine-tuned on others."""
 
     def lines(modules: str) -> list[str]:
@@ -162,22 +164,22 @@ def characters() -> Problem:
         for module in map(importlib.import_module, modules.split()):
             for _, thing in sorted(inspect.getmembers(module), key=lambda pair: pair[0]):
                 text = inspect.getdoc(thing) if callable(thing) else None
-                found += [line.strip()[:40] for line in (text or "").splitlines() if len(line.strip()) >= 25]
+                found += [line.strip()[:longest] for line in (text or "").splitlines() if len(line.strip()) >= 25]
         return sorted(set(found))
 
-    before, after = lines(READ_BEFORE), lines(READ_AFTER)
-    random.Random(0).shuffle(before)
-    random.Random(0).shuffle(after)
-    alphabet = {letter: 1 + place for place, letter in enumerate(sorted(set("".join(before + after))))}
+    earlier, later = lines(READ_BEFORE), lines(READ_AFTER)
+    random.Random(0).shuffle(earlier)
+    random.Random(0).shuffle(later)
+    alphabet = {letter: 1 + place for place, letter in enumerate(sorted(set("".join(earlier + later))))}
 
     def rows(some: list[str]) -> dict[str, Tensor]:
         return padded([[0, *(alphabet[letter] for letter in line)] for line in some])
 
-    after = [line for line in after if line not in set(before)]
+    later = [line for line in later if line not in set(earlier)]
     return Problem(
-        make=lambda: Transformer(len(alphabet) + 1, 41), train=rows(after[:240]), query=rows(after[240:300]),
-        loss=jostle.losses.next_token(), epochs=6, batch_size=15, learning_rate=2e-3, draws=100,
-        sampling_batch_size=40, pretrain=rows(before), seeds=(1,),
+        make=lambda: Transformer(len(alphabet) + 1, longest + 1, **shape), train=rows(later[:train]),
+        query=rows(later[train : train + queries]), loss=jostle.losses.next_token(), epochs=6, batch_size=15,
+        learning_rate=2e-3, draws=100, sampling_batch_size=40, pretrain=rows(earlier[:before]), seeds=(1,),
     )  # fmt: skip
 
 

@@ -28,14 +28,13 @@ from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
 from jostle.plots import CHAIN_COLOURS
-from jostle.samplers import SGLD, Gaussian, RMSpropSGLD
+from jostle.requests import sampler_of
 from jostle.scores import Scores
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best by its LDS is shown, so that it is tuned."""
 
 BOOTSTRAP = 100
-SAMPLERS = {"sgld": SGLD, "rmsprop": RMSpropSGLD, "gaussian": Gaussian}
 
 
 class OutOfTimeError(Exception):
@@ -146,21 +145,24 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
-    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
-        """One run; covariance is the paper's B, correlation its A."""
-        options = dict(settings)
+    def sample(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> jostle.Run:
+        """One run, in ``work``; interrupted at the end of the budget, it goes on the next time."""
+        options = {"sampler": "sgld", "step_size": None, **settings}
         posterior = jostle.Posterior(
             n_beta=options.pop("n_beta"), localization=options.pop("localization"), weights=self.weights
         )
-        kind = options.pop("sampler", "sgld")
-        step = options.pop("step_size", None)
-        sampler = SAMPLERS[kind]() if step is None else SAMPLERS[kind](step_size=step)
+        rule, step = options.pop("sampler"), options.pop("step_size")
+        sampler = sampler_of({"sampler": rule, "step_size": step})
         with budget.interrupting():
-            run = jostle.attribute(
+            return jostle.attribute(
                 self.model, self.train, self.query, sampling_data=self.sampling_data, loss=self.loss,
                 potential_loss=self.potential_loss, posterior=posterior, sampler=sampler, collate=self.collate,
-                precision=self.precision, out=work / "runs" / _file_name(name), progress=False, **options,
+                precision=self.precision, out=work / "runs" / file_name(name), progress=False, **options,
             )  # fmt: skip
+
+    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
+        """One run; covariance is the paper's B, correlation its A."""
+        run = self.sample(name, settings, work, budget)
         about = run.diagnostics()
         kept = {
             "seconds": sum(run.manifest["seconds"].values()),
@@ -212,7 +214,7 @@ class Record:
 
 def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on."""
-    work = work / _file_name(setting.name)
+    work = work / file_name(setting.name)
     work.mkdir(parents=True, exist_ok=True)
     for bank_name, bank in setting.banks.items():
         if not record.has(setting.name, bank_name, "random"):
@@ -403,5 +405,5 @@ def _buffer_bytes() -> int:
     return torch.cuda.get_device_properties(0).total_memory // 4 if torch.cuda.is_available() else 2 << 30
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name)
