@@ -162,7 +162,7 @@ def rows_of(
     blind = {"sampler": "gaussian", "n_beta": 0.0, "chains": CHAINS, "draws": DRAWS, "burn_in": 1, "thin": 1}
     default = rules.get("LeimkuhlerMatthews, calibrated")
     if default is not None:
-        rows[DEFAULT] = {**default, "thin": "auto"}
+        rows[DEFAULT] = {**default, "draws": DRAWS, "thin": "auto"}
         rows[CONTROL] = {**blind, "localization": default["localization"]}
     rows[f"{CONTROL}, paper's localization"] = {**blind, "localization": paper["localization"]}
     rows |= rules
@@ -248,12 +248,18 @@ def measure(
         for seed in range(seeds):
             if str(seed) in row["seeds"]:
                 continue
+            key = f"{setting.name}: {name}, seed {seed}, CPU"
+            started = time.process_time()
             try:
                 run = setting.sample(f"{name}, seed {seed}", {**row["settings"], "seed": seed}, work, budget)
             except (jostle.ChainsFailedError, jostle.InputError) as error:  # what a rule cannot do is a result
                 row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
-            else:
-                row["seeds"][str(seed)] = measured(run, bank, sampled)
+                continue
+            finally:
+                record.add_seconds(key, time.process_time() - started)
+                record.write()
+            spent = record.content["seconds"].pop(key)["seconds"]  # in all, where the run was interrupted
+            row["seeds"][str(seed)] = measured(run, bank, sampled) | {"cpu_seconds": spent}
             print(f"  {name}, seed {seed}: {row['seeds'][str(seed)]}", flush=True)
             record.write()
     kept["summary"] = summary(kept)
@@ -272,6 +278,8 @@ def mean_and_error(values: Sequence[float | None]) -> dict[str, float] | None:
 def summary(kept: Mapping[str, Any]) -> dict[str, Any]:
     """Every row's means with their errors over seeds, and the claims that they decide."""
     table: dict[str, Any] = {}
+    # Without a GPU, what this process computed counts: others may use the machine.
+    clock = "seconds" if kept["environment"]["accelerator"] else "cpu_seconds"
     for name, row in kept["rows"].items():
         sound = [one for one in row["seeds"].values() if "fault" not in one]
         if not sound:
@@ -282,7 +290,7 @@ def summary(kept: Mapping[str, Any]) -> dict[str, Any]:
             "failed_chains": sum(one["failed_chains"] for one in sound),
             "rise": float(np.mean([one["rise"] for one in sound])),
             "effective_draws_an_observation": _ratio(sound, lambda one: CHAINS * one["draws"]),
-            "effective_draws_a_second": _ratio(sound, lambda one: one["seconds"]),
+            "effective_draws_a_second": _ratio(sound, lambda one: one[clock]),
         } | {
             cost: {
                 kind: mean_and_error([(one.get(cost) or {}).get(kind) for one in sound])
