@@ -2,7 +2,7 @@
 
     python -m experiments.samplers --only linear --work work --figure experiments/records/samplers.png
     python -m experiments.samplers --only cifar10 --work work --cifar10 "--data cifar-10-batches-bin --retrain 0.5"
-    python -m experiments.samplers --only stories --work work --stories "--model stories15M --wikipedia articles.jsonl.xz"
+    python -m experiments.samplers --only stories --work work --stories "--model stories15M --wikipedia articles.jsonl"
 
 On a linear regression (diabetes data; retraining on a subset is solved for, so that the truth is exact), on CIFAR-10
 with ResNet-9 and on a language model that is fine-tuned. The last two are those of `experiments.cifar10_retraining` and
