@@ -249,7 +249,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
         for side in ("top", "right", "bottom"):
             axes.spines[side].set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
