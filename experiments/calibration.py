@@ -142,7 +142,7 @@ def measure(
         }
         record.write()
     if "calibration" not in kept:
-        with charged(record, f"{name}: calibration"):
+        with charged(record, f"{name}: calibration"), budget.interrupting():
             chosen = jostle.calibrate(
                 model, problem.train, problem.query, loss=problem.loss, batch_size=batch_size, say=print
             )

@@ -123,16 +123,16 @@ def calibrated(
     for rule in RULES:
         if rule in kept:
             continue
-        budget.check()
         first = kept.get("leimkuhler-matthews", {})
         started = time.perf_counter()
         try:
-            chosen = jostle.calibrate(
-                setting.model, setting.train, setting.query, sampling_data=setting.sampling_data, loss=setting.loss,
-                potential_loss=setting.potential_loss, weights=setting.weights, collate=setting.collate,
-                precision=setting.precision, batch_size=batch_size, sampler=SAMPLERS[rule](step_size=1.0),
-                **{name: first[name] for name in ("localization", "n_beta") if name in first},
-            )  # fmt: skip
+            with budget.interrupting():
+                chosen = jostle.calibrate(
+                    setting.model, setting.train, setting.query, sampling_data=setting.sampling_data, loss=setting.loss,
+                    potential_loss=setting.potential_loss, weights=setting.weights, collate=setting.collate,
+                    precision=setting.precision, batch_size=batch_size, sampler=SAMPLERS[rule](step_size=1.0),
+                    **{name: first[name] for name in ("localization", "n_beta") if name in first},
+                )  # fmt: skip
         except jostle.InputError as error:
             kept[rule] = {"fault": str(error)}
         else:
