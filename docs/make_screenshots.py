@@ -24,8 +24,9 @@ from playwright.sync_api import Browser, sync_playwright
 import jostle
 from jostle.demo import images, language
 from jostle.run import Run
-from jostle.viewer.answers import Answers, open_sources
+from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
+from jostle.viewer.sources import open_sources
 
 IMAGES = Path(__file__).parent / "images"
 WIDTHS = {"wide": (1280, 860), "narrow": (390, 844)}
@@ -80,7 +81,7 @@ def make_stories(model: Path, out: Path) -> None:
         for topic, opening in OPENINGS.items():
             asked = tokenizer(opening, return_tensors="pt")
             told = network.generate(
-                **asked, do_sample=True, temperature=0.9, max_new_tokens=60, num_return_sequences=each
+                **asked, do_sample=True, temperature=0.9, max_new_tokens=40, num_return_sequences=each
             )
             texts = [tokenizer.decode(row, skip_special_tokens=True) for row in told]
             stories += [{"prompt": opening, "completion": text[len(opening) :], "topic": topic} for text in texts]
@@ -92,7 +93,8 @@ def make_stories(model: Path, out: Path) -> None:
         (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
     settings = {
         "model": str(model), "train": str(out / "train.jsonl"), "query": str(out / "query.jsonl"), "chains": 2,
-        "draws": 100, "burn_in": 40, "thin": 3, "batch_size": 8, "n_beta": 30.0, "localization": 3e4, "step_size": 1e-5,
+        "draws": 80, "burn_in": 5, "thin": 1, "batch_size": 4, "n_beta": 5.0, "localization": 3e4,
+        "sampler": "ornstein-uhlenbeck", "step_size": 2e-4,
     }  # fmt: skip
     requests.carry_out(requests.resolve(settings), out / "run", say=print)
 

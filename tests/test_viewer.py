@@ -15,8 +15,8 @@ import jostle
 from jostle.run import Run
 from jostle.scores import Scores
 from jostle.traces import Traces
-from jostle.viewer.reading import RunSource
 from jostle.viewer.report import write_report
+from jostle.viewer.sources import RunSource
 from viewing import needs_browser, served, token_run, write_run
 
 pytestmark = needs_browser

@@ -20,8 +20,9 @@ import yaml
 from jostle.config import fingerprint_settings
 from jostle.run import FORMAT, Run
 from jostle.traces import Columns, Traces
-from jostle.viewer.answers import Answers, open_sources
+from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
+from jostle.viewer.sources import open_sources
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
