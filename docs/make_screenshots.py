@@ -29,7 +29,8 @@ from jostle.viewer.server import make_app
 from jostle.viewer.sources import open_sources
 
 IMAGES = Path(__file__).parent / "images"
-WIDTHS = {"wide": (1280, 860), "narrow": (390, 844)}
+SIZES = {"wide": (1280, 1000), "narrow": (390, 1690)}
+"""Of a picture, at most: two screens of a phone."""
 
 OPENINGS = {
     "dog": "Once upon a time, there was a little dog named",
@@ -44,7 +45,7 @@ OPENINGS = {
 SHOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "tokens": (("words",), "view=tokens&query=0&from=10", ("wide-light", "wide-dark", "narrow-light")),
     "map": (("digits",), "view=map&open=42", ("wide-light",)),
-    "images": (("digits", "ekfac.safetensors"), "view=images&query=0", ("wide-light", "narrow-dark")),
+    "images": (("digits", "ekfac.safetensors"), "view=images&query=0&count=8", ("wide-light", "narrow-dark")),
     "health": (("digits",), "view=health", ("wide-light", "narrow-light")),
     "compare": (("digits", "ekfac.safetensors"), "view=compare&query=0", ("wide-light",)),
     "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65", ("wide-light",)),
@@ -122,16 +123,13 @@ def photograph(browser: Browser, address: str, view: str, size: tuple[int, int],
     )
     page = context.new_page()
     page.goto(f"{address}#{view}")
-    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=60_000)
+    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=180_000)
     if "view=tokens" in view and size[0] > 1000:
         page.locator(".train-pane .card").first.locator(".token.helps").first.hover()
         page.wait_for_selector(".tip:has-text('batches')")
     page.wait_for_timeout(300)
-    if size[0] < 1000:  # a little further down than a screen
-        tall = min(page.evaluate("document.documentElement.scrollHeight"), 2 * size[1])
-        page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": tall}, full_page=True)
-    else:
-        page.screenshot(path=path)
+    bottom = page.evaluate("Math.ceil(document.querySelector('main > *').getBoundingClientRect().bottom) + 16")
+    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": min(bottom, size[1])})
     overflow = page.evaluate("document.documentElement.scrollWidth > innerWidth")
     assert not overflow, f"{path.name} is wider than the window"
     context.close()
@@ -162,7 +160,7 @@ def main() -> None:
             if not all(path.exists() for path in paths) or not name.startswith(arguments.only or ""):
                 continue
             with served(paths) as address:
-                for width, size in WIDTHS.items():
+                for width, size in SIZES.items():
                     for scheme in ("light", "dark"):
                         if arguments.all or f"{width}-{scheme}" in kept:
                             path = out / f"viewer-{name}-{width}-{scheme}.png"

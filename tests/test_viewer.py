@@ -16,8 +16,8 @@ from jostle.run import Run
 from jostle.scores import Scores
 from jostle.traces import Traces
 from jostle.viewer.report import write_report
-from jostle.viewer.sources import RunSource
-from viewing import needs_browser, served, token_run, write_run
+from jostle.viewer.sources import RunSource, open_sources
+from viewing import CLICK, needs_browser, served, token_run, words, write_run
 
 pytestmark = needs_browser
 
@@ -187,16 +187,13 @@ def test_a_link_reopens_exactly_this_view(texts: Path, page: Any) -> None:
         page.get_by_role("button", name="Harmful").click()
         page.get_by_role("searchbox").fill("source:book")
         coloured(page)
-        link, before = page.url, page.locator("main").inner_text()
         other = page.context.new_page()
-        other.goto(link)
+        other.goto(page.url)
         coloured(other)
-        other.wait_for_selector(".error:not(:empty)")
-        page.wait_for_selector(".error:not(:empty)")
+        for one in (page, other):
+            one.wait_for_selector(".error:not(:empty)")
+        assert "source: book" in page.locator("main").inner_text()
         assert other.locator("main").inner_text() == page.locator("main").inner_text()
-        assert (
-            re.sub(r"± \d\.\d+", "", before)[:40] == re.sub(r"± \d\.\d+", "", other.locator("main").inner_text())[:40]
-        )
         assert other.locator(".token[aria-selected=true]").count() == 3
         other.close()
 
@@ -338,6 +335,36 @@ def test_images_beside_another_method(images: tuple[Path, Path], page: Any) -> N
         assert page.locator(".compare-view circle").count() == 40
         rank = spearmanr(ours, theirs).statistic
         assert f"{rank:.2f} of this query's scores" in page.locator(".facts").inner_text()
+        # By the keyboard: to the first point, to the nearest on its right, and open it.
+        page.locator(".dot[tabindex='0']").focus()
+        page.keyboard.press("ArrowRight")
+        x, y = (
+            page.locator(".dot").evaluate_all(f"dots => dots.map(d => +d.getAttribute('{name}'))")
+            for name in ("cx", "cy")
+        )
+        along, across = np.array(x) - x[0], np.abs(np.array(y) - y[0])
+        nearest = int(np.argmin(np.where(along > 0.5, along + 2 * across, np.inf)))
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f".opened h3:has-text('train {nearest}')")
+        assert page.evaluate("document.activeElement.dataset.index") == str(nearest)
+
+
+def test_a_report_of_images_opens_without_a_network(images: tuple[Path, Path], tmp_path: Path, page: Any) -> None:
+    run, baseline = images
+    report = tmp_path / "report.html"
+    report.write_text(write_report(open_sources([run, baseline], Run), queries=[2], k=5), encoding="utf-8")
+    page.context.set_offline(True)
+    page.goto(report.as_uri())
+    page.wait_for_selector(".images-view[data-ready]")
+    ours = jostle.load(run).influence(normalize=True).posterior_correlation[:, 2]
+    for section, scores in zip(page.locator(".method").all(), (ours, -Scores.load(baseline).values[:, 2]), strict=True):
+        shown = section.locator(".helpful li").evaluate_all("items => items.map(i => +i.dataset.index)")
+        assert shown[:5] == np.argsort(-scores)[:5].tolist()
+        section.locator("canvas").first.wait_for()
+    page.locator("[data-view=compare]").click()
+    page.wait_for_selector(".compare-view[data-ready]")
+    assert page.locator(".dot").count() == 40
+    assert page.locator(".trouble").count() == 0
 
 
 def test_the_map_opens_an_example(images: tuple[Path, Path], page: Any) -> None:
@@ -380,7 +407,17 @@ def test_the_report_opens_from_disk_without_a_network(texts: Path, tmp_path: Pat
     # The other way round, among the queries of the report.
     train_token(page, index, 3).click()
     coloured(page)
-    assert page.locator(".query-pane .card, .query-pane .quiet").count() >= 1
+    page.get_by_role("button", name="Harmful").click()
+    coloured(page)
+    told_harmful = page.locator(".query-pane .card .score").all_inner_texts()
+    page.get_by_role("button", name="Helpful").click()
+    coloured(page)
+    found = [
+        float(text.split()[0].replace("−", "-")) for text in page.locator(".query-pane .card .score").all_inner_texts()
+    ]
+    found += [float(text.split()[0].replace("−", "-")) for text in told_harmful]
+    means = [query[:, :, traces.columns("query").of(k)].mean(2).ravel() for k in (2, 0)]
+    np.testing.assert_allclose(sorted(found), sorted(np.corrcoef(mean, series)[0, 1] for mean in means), atol=6e-3)
     for view in ("health", "map"):
         page.locator(f"[data-view={view}]").click()
         page.wait_for_selector(f".{view}-view[data-ready]")
@@ -404,49 +441,58 @@ def test_a_notebook_shows_the_tokens(texts: Path, tmp_path: Path, page: Any) -> 
     assert value == pytest.approx(correlation(texts, index, 1)[1, 2], abs=6e-5)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_finding_of_an_accessibility_audit(
-    texts: Path, images: tuple[Path, Path], browser: Any, scheme: str
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_every_view_fits_its_window_and_an_accessibility_audit_finds_nothing_serious(
+    texts: Path, images: tuple[Path, Path], tmp_path: Path, browser: Any, scheme: str, width: int
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    sampling, damaged = token_run(tmp_path / "sampling", recorded=[30, 30, 0]), token_run(tmp_path / "damaged")
+    (damaged / "manifest.json").write_text("{")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
     page = context.new_page()
     serious = []
-    with served(texts, *images) as address:
+    with served(texts, *images, sampling, damaged) as address:
         for view in (
             "run=0&view=tokens&from=2",
             "run=0&view=tokens&train=3&token=2",
             "run=1&view=images",
-            "run=1&view=health",
             "run=1&view=map&open=3",
-            "run=1&view=compare",
+            "run=1&view=map&colour=query",
+            "run=1&view=compare&open=3",
+            "run=3&view=health",
+            "run=4",
         ):
+            page.goto("about:blank")
             page.goto(f"{address}#{view}")
-            page.reload()
-            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
+            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready], .trouble")
+            if view == "run=4":
+                page.keyboard.press("?")
             found = Axe().run(page).response["violations"]
             serious += [
                 (view, one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary"))
                 for one in found
                 if one["impact"] in ("serious", "critical")
             ]
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
     context.close()
     assert not serious, serious
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_wider_than_the_window(texts: Path, images: tuple[Path, Path], page: Any, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 800})
-    with served(texts, *images) as address:
-        for view in (
-            "run=0&view=tokens",
-            "run=1&view=images",
-            "run=1&view=health",
-            "run=1&view=map",
-            "run=1&view=compare",
-        ):
-            page.goto(f"{address}#{view}")
-            page.reload()
-            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+def test_a_hundred_thousand_tokens_are_coloured_at_once(tmp_path: Path, page: Any) -> None:
+    lengths = {"train": [125] * 800, "query": [12]}
+    run = write_run(
+        tmp_path / "run", lengths=lengths, draws=20, examples={name: words(each, 0) for name, each in lengths.items()}
+    )
+    with served(run, warm=True) as address:
+        page.goto(address)
+        coloured(page)
+        assert "100,000 tokens" in page.locator(".head").inner_text()
+        took = [page.evaluate(CLICK, position) for position in range(1, 10)]
+        # benchmarks/viewer.py measures it, on half a gigabyte; here other tests run beside it.
+        assert np.median(took) < 1000
+        card = page.locator(".train-pane .card").first
+        index = int(card.get_attribute("data-index"))
+        card.locator(".token").nth(40).hover()
+        assert told(page) == pytest.approx(correlation(run, index, 0)[39, 8], abs=6e-5)
+        assert "of 100,000 tokens" in page.locator(".tip").inner_text()

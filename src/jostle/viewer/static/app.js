@@ -33,6 +33,7 @@ const KEYS = [
   ["/", "search"],
   ["Tab", "on to the training texts; there ← → walk along the tokens"],
   ["Enter", "on a training token: the other way round"],
+  ["← → ↑ ↓", "in a map or a comparison: the nearest point that way; Enter opens it"],
   ["?", "this list"],
 ];
 
@@ -137,12 +138,12 @@ class App {
       for (const view of this.views.values()) view.forget?.();
       await this.render();
     } else if (this.view === "health") {
-      this.views.get(this.key_(this.view))?.forget?.();
+      this.views.get(this.keyOf(this.view))?.forget?.();
       await this.render();
     }
   }
 
-  key_(name) {
+  keyOf(name) {
     return `${name} ${this.run.run}`;
   }
 
@@ -163,7 +164,7 @@ class App {
       this.main.replaceChildren(trouble("Scores alone have nothing to show: open them together with a run."));
       return;
     }
-    const key = this.key_(name);
+    const key = this.keyOf(name);
     if (!this.views.has(key)) this.views.set(key, new VIEWS[name].make(this, run));
     const view = this.views.get(key);
     if (this.main.firstChild !== view.element) this.main.replaceChildren(view.element);
@@ -247,7 +248,7 @@ class App {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || document.querySelector("dialog[open]")) return;
     if (event.key === "?") return this.help();
-    this.views.get(this.key_(this.view))?.key?.(event);
+    this.views.get(this.keyOf(this.view))?.key?.(event);
   }
 }
 

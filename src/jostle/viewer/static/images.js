@@ -1,9 +1,9 @@
-// A query, and the training examples that helped and harmed it most; methods one below the other.
+// A query, and the training examples that helped and harmed it most; methods side by side.
 
 import { ask, askNumbers, askPixels } from "jostle/api.js";
-import { choice, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
+import { choice, compact, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
 import { comparable, methodName } from "jostle/runs.js";
-import { matcher } from "jostle/tokens.js";
+import { matcher } from "jostle/search.js";
 
 const SHOWN = 12;
 
@@ -140,13 +140,14 @@ export class ImagesView {
     const agreement = tables.length > 1
       ? element("p", { class: "agreement" }, `In common among the ${shownCount} most: `, element("b", {}, `${shared.helpful.size} helpful, ${shared.harmful.size} harmful`), ", marked ✓.")
       : null;
+    const others = tables.some(({ method }) => method.kind === "scores");
     const more = element("button", { type: "button", class: "plain", onclick: () => this.app.go({ count: 2 * shownCount }) }, "Show more");
     const scored = element(
       "div",
       { class: "pane" },
       element("div", { class: "bar search" }, this.search),
-      element("p", { class: "quiet" }, `Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error. ${plural(train.length, "training example")}.`),
-      agreement, sections, more,
+      element("p", { class: "quiet" }, `${plural(train.length, "training example")}. Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error.${others ? " Other methods have scales of their own; positive helps." : ""}`),
+      agreement, element("div", { class: "methods" }, sections), more,
     );
     const typing = document.activeElement === this.search;
     this.element.replaceChildren(aside, scored);
@@ -163,6 +164,8 @@ export class ImagesView {
   }
 }
 
+// Correlations as such; other methods score on a scale of their own.
 function score(value, method) {
-  return method.kind === "scores" && Math.abs(value) > 1 ? value.toExponential(1).replace("-", "−") : signed(value);
+  if (method.kind !== "scores") return signed(value);
+  return (value < 0 ? "" : "+") + compact(Number(value.toPrecision(2)));
 }
