@@ -94,7 +94,7 @@ def make_stories(model: Path, out: Path) -> None:
         (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
     settings = {
         "model": str(model), "train": str(out / "train.jsonl"), "query": str(out / "query.jsonl"), "chains": 2,
-        "draws": 80, "burn_in": 5, "thin": 1, "batch_size": 4, "n_beta": 5.0, "localization": 3e4,
+        "draws": 110, "burn_in": 5, "thin": 1, "batch_size": 4, "n_beta": 5.0, "localization": 3e4,
         "sampler": "ornstein-uhlenbeck", "step_size": 2e-4,
     }  # fmt: skip
     requests.carry_out(requests.resolve(settings), out / "run", say=print)

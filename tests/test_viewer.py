@@ -112,6 +112,9 @@ def test_the_keyboard_is_enough(texts: Path, page: Any) -> None:
     with served(texts) as address:
         page.goto(address)
         coloured(page)
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")  # past the header
+        assert page.evaluate("document.activeElement.id") == "main"
         page.keyboard.press("]")  # the next query
         page.keyboard.press("ArrowRight")  # its first scored token
         page.keyboard.press("ArrowRight")
@@ -364,6 +367,18 @@ def test_a_report_of_images_opens_without_a_network(images: tuple[Path, Path], t
     page.locator("[data-view=compare]").click()
     page.wait_for_selector(".compare-view[data-ready]")
     assert page.locator(".dot").count() == 40
+    # On the map the other examples are pale, whatever the colours mean; both layouts are there.
+    page.locator("[data-view=map]").click()
+    page.wait_for_selector(".map-view[data-ready]")
+    absent = 40 - len(
+        page.evaluate("JSON.parse(document.getElementById('jostle-answers').textContent)")["images"]["0 train"]
+    )
+    assert absent > 5
+    for colour, layout in (("label", "neighbours"), ("query", "principal")):
+        page.get_by_label("Layout").select_option(layout)
+        page.get_by_label("Colour by").select_option(colour)
+        page.wait_for_selector(f"text=/{'Neighbours move' if layout == 'neighbours' else 'Principal axes of'}/")
+        assert page.locator(".place[fill='var(--line)']").count() == absent
     assert page.locator(".trouble").count() == 0
 
 

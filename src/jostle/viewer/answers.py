@@ -159,8 +159,16 @@ class Answers:
             raise InputError("layout", got=repr(layout), expected="'neighbours' or 'principal'")
         table = reading.table("train", tokens=False)
         with in_words("the map cannot be drawn"):
-            places, share = reading.remember(f"map {layout}", lambda: place(table.unit(picked.tolist()), layout))
-        answer = {"indices": picked, "places": places.tolist(), "variance": share, "of": count, "layout": layout}
+            places, share = reading.remember(
+                f"map {layout}", lambda: place(table.unit(picked.tolist()), layout)
+            )
+        answer = {
+            "indices": picked,
+            "places": places.round(4).tolist(),
+            "variance": share,
+            "of": count,
+            "layout": layout,
+        }
         return finite(answer)
 
     def compare(self, parameters: Parameters) -> Answer:

@@ -7,12 +7,13 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from jostle.errors import InputError
 from jostle.viewer.answers import STATIC, Answers
+from jostle.viewer.places import Layout
 from jostle.viewer.reading import SETS, Reading, Table, UnreadableError, finite
 from jostle.viewer.sources import Source
 
@@ -46,8 +47,8 @@ def write_report(sources: Sequence[Source], *, queries: Sequence[int] | None, k:
         shown = _shown(sources, run, chosen, k)
         if run is reading:
             _describe(data, number, run, chosen, shown)
-            for question in ("health", "map") if health else ():
-                data["answers"][f"{question}?run={number}"] = _answer(answers, question, {"run": str(number)})
+            if health:
+                _add_diagnostics(data, answers, number)
         _add_blocks(data, number, reading, chosen, shown)
         for other in range(len(sources)):
             if other != number and reading.sizes["train"] <= MOST_COMPARED:
@@ -61,6 +62,15 @@ def write_report(sources: Sequence[Source], *, queries: Sequence[int] | None, k:
             run["has_traces"] = False
     data["answers"]["runs?"] = described
     return _page(data)
+
+
+def _add_diagnostics(data: dict[str, Any], answers: Answers, number: int) -> None:
+    """The health of a run, and its map as it is shown first and in either layout."""
+    asked = {"run": str(number)}
+    data["answers"][f"health?run={number}"] = _answer(answers, "health", asked)
+    data["answers"][f"map?run={number}"] = _answer(answers, "map", asked)
+    for layout in get_args(Layout):
+        data["answers"][f"map?layout={layout}&run={number}"] = _answer(answers, "map", asked | {"layout": layout})
 
 
 def _run_beside(scores: Table, sources: Sequence[Source]) -> Reading:

@@ -110,6 +110,11 @@ class App {
     window.addEventListener("hashchange", () => this.adopt());
     window.addEventListener("popstate", () => this.adopt());
     document.addEventListener("keydown", (event) => this.key(event));
+    // Not by its address, which says what is shown.
+    document.querySelector(".skip").addEventListener("click", (event) => {
+      event.preventDefault();
+      this.main.focus();
+    });
     await this.render();
     if (!isReport) setInterval(() => this.refresh(), REFRESH);
   }

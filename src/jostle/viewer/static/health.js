@@ -54,7 +54,7 @@ function verdict({ diagnostics, progress: now }) {
     "section",
     { class: `card verdict ${level}`, "aria-label": "Verdict" },
     element("h2", {}, now ? `So far: ${level}` : level[0].toUpperCase() + level.slice(1)),
-    element("p", {}, level === "good" ? summary.slice(colon + 2) : summary),
+    element("p", { class: "summary" }, summary.slice(colon + 2)),
     reasons.length > 1
       ? element("ul", {}, reasons.map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
       : null,

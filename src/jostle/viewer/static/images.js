@@ -1,6 +1,6 @@
 // A query, and the training examples that helped and harmed it most; methods side by side.
 
-import { ask, askNumbers, askPixels } from "jostle/api.js";
+import { ask, askNumbers, askPixels, isReport } from "jostle/api.js";
 import { choice, compact, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
 import { comparable, methodName } from "jostle/runs.js";
 import { matcher } from "jostle/search.js";
@@ -146,7 +146,7 @@ export class ImagesView {
       "div",
       { class: "pane" },
       element("div", { class: "bar search" }, this.search),
-      element("p", { class: "quiet" }, `${plural(train.length, "training example")}. Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error.${others ? " Other methods have scales of their own; positive helps." : ""}`),
+      element("p", { class: "quiet" }, `${plural(train.length, "training example")}${isReport ? " in this report" : ""}. Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error.${others ? " Other methods have scales of their own; positive helps." : ""}`),
       agreement, element("div", { class: "methods" }, sections), more,
     );
     const typing = document.activeElement === this.search;

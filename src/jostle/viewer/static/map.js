@@ -1,6 +1,6 @@
 // Training examples in the plane, near each other where their losses move together.
 
-import { ask, askNumbers } from "jostle/api.js";
+import { ask, askNumbers, isReport } from "jostle/api.js";
 import { choice, element, excerpt, fieldText, svg } from "jostle/dom.js";
 import { walk } from "jostle/draw.js";
 import { named, pictures } from "jostle/images.js";
@@ -89,7 +89,7 @@ export class MapView {
       return svg(
         "circle",
         {
-          cx: x.toFixed(1), cy: y.toFixed(1), r: radius, fill: colour(index), class: "place", tabindex: "-1", role: "option",
+          cx: x.toFixed(1), cy: y.toFixed(1), r: radius, fill: example ? colour(index) : "var(--line)", class: "place", tabindex: "-1", role: "option",
           "aria-selected": String(String(index) === state.open), "aria-label": `training example ${index}${example ? `: ${named(example)}` : ""}`, "data-index": index,
           onclick: () => this.app.go({ open: index }),
         },
@@ -103,10 +103,12 @@ export class MapView {
     const what = this.map.layout === "principal"
       ? `Principal axes of the correlation of losses.${shown}`
       : "Neighbours move together; how far groups are apart means nothing.";
+    const absent = indices.filter((index) => !byIndex.has(index)).length;
+    const pale = absent ? ` The ${absent.toLocaleString("en")} pale points are not part of this report.` : "";
     const many = this.map.indices.length < this.map.of ? ` ${this.map.indices.length} of ${this.map.of} examples.` : "";
     this.stage.replaceChildren(
       svg("svg", { viewBox: `0 0 ${wide} ${high}`, class: "map", role: "listbox", "aria-label": "Training examples, by how their losses move together" }, onTop(this.points)),
-      element("p", { class: "quiet" }, `${what}${many} Click a point, or walk with the arrow keys and press Enter.`),
+      element("p", { class: "quiet" }, `${what}${many}${pale} Click a point, or walk with the arrow keys and press Enter.`),
     );
     if (focused !== null) this.points.find((point) => point.dataset.index === focused)?.focus();
   }
@@ -114,7 +116,7 @@ export class MapView {
   async open(index) {
     const example = index === null ? undefined : this.byIndex.get(index);
     if (!example) {
-      this.side.replaceChildren(element("p", { class: "quiet" }, index === null ? "Choose a point to see the example." : `Example ${index} is not part of this.`));
+      this.side.replaceChildren(element("p", { class: "quiet" }, index === null ? "Choose a point to see the example." : `Example ${index} is not part of this ${isReport ? "report" : "map"}.`));
       return;
     }
     const draw = await pictures(this.run, "train", [index]).catch(() => null);
