@@ -159,9 +159,7 @@ class Answers:
             raise InputError("layout", got=repr(layout), expected="'neighbours' or 'principal'")
         table = reading.table("train", tokens=False)
         with in_words("the map cannot be drawn"):
-            places, share = reading.remember(
-                f"map {layout}", lambda: place(table.unit(picked.tolist()), layout)
-            )
+            places, share = reading.remember(f"map {layout}", lambda: place(table.unit(picked.tolist()), layout))
         answer = {
             "indices": picked,
             "places": places.round(4).tolist(),

@@ -70,7 +70,7 @@ export class CompareView {
           ),
           opened
             ? element("div", { class: "opened" }, element("h3", {}, `train ${opened.index}`), draw?.(opened.index, `training image ${opened.index}`), element("p", { class: "text" }, opened.text ?? named(opened)))
-            : element("p", { class: "quiet" }, "Click a point to see the example, or walk with the arrow keys and press Enter."),
+            : element("p", { class: "quiet" }, state.open === undefined ? "" : `Example ${state.open} is not part of this. `, "Click a point to see the example, or walk with the arrow keys and press Enter."),
         ),
       ),
     );
