@@ -48,10 +48,26 @@ SHOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "images": (("digits", "ekfac.safetensors"), "view=images&query=0&count=8", ("wide-light", "narrow-dark")),
     "health": (("digits",), "view=health", ("wide-light", "narrow-light")),
     "compare": (("digits", "ekfac.safetensors"), "view=compare&query=0", ("wide-light",)),
-    "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65", ("wide-light",)),
-    "stories-health": (("stories",), "view=health", ()),
+    "stories-tokens": (("stories",), "view=tokens&query=5&from=35&to=39", ("wide-light", "narrow-dark")),
+    "stories-health": (("stories",), "view=health", ("wide-light",)),
     "stories-map": (("stories",), "view=map&colour=topic", ("wide-light",)),
 }
+
+
+# The middle of the strongest token of the first text.
+STRONGEST = """() => {
+  const strength = (token) => Number(token.style.getPropertyValue("--strength"));
+  const tokens = [...document.querySelector(".train-pane .card").querySelectorAll(".token.helps")];
+  const box = tokens.reduce((a, b) => (strength(b) > strength(a) ? b : a)).getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
+
+# Where the last block ends that is wholly in the window.
+LAST_WHOLE = """() => {
+  const blocks = [...document.querySelectorAll(".card, .plot, .images, .map-view, .compare-view")];
+  const bottoms = blocks.map((block) => block.getBoundingClientRect().bottom);
+  return Math.min(innerHeight, Math.ceil(Math.max(...bottoms.filter((bottom) => bottom <= innerHeight))) + 16);
+}"""
 
 
 def make_digits(out: Path) -> None:
@@ -125,11 +141,10 @@ def photograph(browser: Browser, address: str, view: str, size: tuple[int, int],
     page.goto(f"{address}#{view}")
     page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=180_000)
     if "view=tokens" in view and size[0] > 1000:
-        page.locator(".train-pane .card").first.locator(".token.helps").first.hover()
+        page.mouse.move(*page.evaluate(STRONGEST))
         page.wait_for_selector(".tip:has-text('batches')")
     page.wait_for_timeout(300)
-    bottom = page.evaluate("Math.ceil(document.querySelector('main > *').getBoundingClientRect().bottom) + 16")
-    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": min(bottom, size[1])})
+    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": page.evaluate(LAST_WHOLE)})
     overflow = page.evaluate("document.documentElement.scrollWidth > innerWidth")
     assert not overflow, f"{path.name} is wider than the window"
     context.close()
