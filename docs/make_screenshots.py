@@ -66,7 +66,7 @@ STRONGEST = """() => {
 LAST_WHOLE = """() => {
   const blocks = [...document.querySelectorAll(".card, .plot, .images, .map-view, .compare-view")];
   const bottoms = blocks.map((block) => block.getBoundingClientRect().bottom);
-  return Math.min(innerHeight, Math.ceil(Math.max(...bottoms.filter((bottom) => bottom <= innerHeight))) + 16);
+  return Math.min(innerHeight, Math.ceil(Math.max(...bottoms.filter((bottom) => bottom <= innerHeight))) + 6);
 }"""
 
 

@@ -250,6 +250,12 @@ def test_texts_are_shown_as_text(tmp_path: Path, page: Any) -> None:
         assert "<svg onload=alert(4)>" in page.locator(".fields").first.inner_text()
         train_token(page, int(page.locator(".card").first.get_attribute("data-index")), 1).hover()
         assert page.locator(".tip img").count() == 0
+        # A token that turns the direction of writing round does not do so to the next one.
+        boxes = page.locator(".query-pane > .text .token").evaluate_all(
+            "tokens => tokens.map(t => [...t.getClientRects()]).map(r => [r[0].left, r[0].top, r.at(-1).right, r.at(-1).top])"
+        )
+        for (_, _, right, above), (left, top, _, _) in zip(boxes, boxes[1:], strict=False):
+            assert top > above + 2 or left >= right - 1
     report = tmp_path / "report.html"
     report.write_text(write_report([RunSource(run, Run)], queries=[0], k=3), encoding="utf-8")
     page.goto(report.as_uri())

@@ -50,7 +50,7 @@ export class Texts {
     const about = this.set === "train" ? `Training text ${example.index}` : `Query ${example.index}`;
     // Spaces stand between the tokens and not in them, so that a line never breaks inside a coloured box.
     const parts = tokens.flatMap((node, position) => [spaceBefore(example.tokens[position]), node]);
-    const box = element("div", { class: "text", role: "listbox", "aria-label": `${about}, tokens`, "aria-multiselectable": "true" }, parts);
+    const box = element("div", { class: "text", dir: "auto", role: "listbox", "aria-label": `${about}, tokens`, "aria-multiselectable": "true" }, parts);
     const scored = tokens.filter((token) => token.column !== undefined);
     if (scored.length) scored[0].tabIndex = 0;
     const made = { box, tokens, scored };
