@@ -17,7 +17,7 @@ from jostle.errors import InputError
 from jostle.estimate import FEWEST_DRAWS
 from jostle.plots import LARGEST, autocorrelation_bands
 from jostle.viewer.places import best_layout, place
-from jostle.viewer.reading import SETS, Reading, Table, UnreadableError, finite, in_words
+from jostle.viewer.reading import Reading, Table, UnreadableError, finite, in_words
 from jostle.viewer.sources import RunSource, Source
 
 Parameters = Mapping[str, str]
@@ -68,23 +68,18 @@ class Answers:
             reading = source.read()
             if isinstance(reading, Table):
                 return about | {"kind": "scores", "method": reading.method, "sizes": reading.sizes}
-            config, manifest = reading.run.config, reading.run.manifest
             images = {name: None if pixels is None else pixels.shape[1:] for name, pixels in reading.images.items()}
             return finite(
                 about
                 | {
                     "kind": "tokens" if reading.per_token else "examples",
                     "method": "bif",
-                    "status": manifest["status"],
-                    "created": manifest["created"],
+                    "status": reading.run.manifest["status"],
                     "has_traces": reading.has_traces,
                     "sizes": reading.sizes,
-                    "tokens": {name: reading.columns(name).total for name in SETS},
                     "images": images,
                     "chains": len(reading.chains),
                     "draws": reading.draws,
-                    "sampler": config["sampler"]["name"],
-                    "posterior": config["posterior"],
                 }
             )
         except UnreadableError as problem:

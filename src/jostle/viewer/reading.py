@@ -376,7 +376,6 @@ class Table:
 
     def __init__(self, scores: Scores) -> None:
         self.method = scores.method
-        self.normalized = scores.normalized
         self.matrix: Float[np.ndarray, "train query"] = -scores.values
         self.sizes: dict[str, int] = dict(zip(SETS, self.matrix.shape, strict=True))
 

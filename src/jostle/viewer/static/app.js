@@ -260,7 +260,7 @@ class App {
 // What belongs to one run and means nothing in another.
 const CLEARED = { query: null, from: null, to: null, train: null, token: null, search: null, other: null };
 
-export function trouble(message) {
+function trouble(message) {
   return element("p", { class: "trouble", role: "alert" }, message);
 }
 

@@ -8,7 +8,7 @@ import { matcher } from "jostle/search.js";
 const SHOWN = 12;
 
 // An image drawn from its pixels, made larger without smoothing.
-export function canvas(pixels, [height, width, channels], label) {
+function canvas(pixels, [height, width, channels], label) {
   const node = element("canvas", { width, height, role: "img", "aria-label": label });
   const image = new ImageData(width, height);
   for (let pixel = 0; pixel < width * height; pixel++) {

@@ -78,7 +78,7 @@ export class TokensView {
       const asked = askNumbers("influence", parameters);
       if (this.answers.size >= KEPT_ANSWERS) this.answers.delete(this.answers.keys().next().value);
       this.answers.set(key, asked);
-      Promise.resolve(asked).catch(() => this.answers.delete(key));
+      asked.catch(() => this.answers.delete(key));
     }
     const numbers = await this.answers.get(key);
     if (JSON.stringify(this.selected) !== key) return; // something else was chosen meanwhile
@@ -280,7 +280,7 @@ export class TokensView {
   errors(level, columns) {
     const { set, sample, from, to } = this.selected;
     const parameters = { run: this.run.run, set, sample, level, columns: columns.join(",") };
-    return Promise.resolve(ask("errors", { ...parameters, ...(from === undefined ? {} : { from, to }) }));
+    return ask("errors", { ...parameters, ...(from === undefined ? {} : { from, to }) });
   }
 
   renderReversed(state) {
@@ -453,7 +453,7 @@ function target(key, at, count) {
   return Math.max(0, Math.min(count - 1, at + (key === "ArrowLeft" ? -1 : 1)));
 }
 
-export function orderTabs(state, choose) {
+function orderTabs(state, choose) {
   const harmful = state.order === "harmful";
   const tab = (name, pressed, order) =>
     element("button", { type: "button", class: `tab ${name.toLowerCase()}`, "aria-pressed": String(pressed), onclick: () => choose(order) }, name);
