@@ -6,7 +6,7 @@ import { legend, Ranks, reachOf } from "jostle/scale.js";
 import { matcher } from "jostle/search.js";
 import { Texts } from "jostle/texts.js";
 
-const SHOWN_TOKENS = 1500; // about two screens; more when the end comes near
+const SHOWN_TOKENS = 800; // more than a screen holds; more when the end comes near
 const KEPT_ANSWERS = 64;
 
 export class TokensView {
