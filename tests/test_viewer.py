@@ -359,6 +359,24 @@ def test_images_beside_another_method(images: tuple[Path, Path], page: Any) -> N
         assert page.evaluate("document.activeElement.dataset.index") == str(nearest)
 
 
+def test_a_thousand_images_can_be_shown_by_two_methods(tmp_path: Path, page: Any) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, size=(1000, 3, 3, 1), dtype=np.uint8)
+    run = write_run(tmp_path / "run", sizes={"train": 1000, "query": 1}, images={"train": pixels, "query": pixels[:1]})
+    values = np.random.default_rng(1).normal(size=(1000, 1)).astype(np.float32)
+    Scores(values=values, method="gradsim").save(tmp_path / "other.safetensors")
+    with served(run, tmp_path / "other.safetensors") as address:
+        page.goto(address + "#count=96")
+        page.wait_for_selector(".images-view[data-ready]")
+        page.get_by_role("button", name="Show more").click()
+        page.wait_for_selector(".method:last-child .harmful li:nth-child(192)")
+        assert page.get_by_role("button", name="Show more").count() == 0
+        last = page.locator(".method:last-child .harmful li").last
+        index = int(last.get_attribute("data-index"))
+        assert index == int(np.argsort(-values[:, 0])[191])
+        pixel = last.locator("canvas").evaluate("c => c.getContext('2d').getImageData(1, 2, 1, 1).data[0]")
+        assert pixel == pixels[index, 2, 1, 0]
+
+
 def test_a_report_of_images_opens_without_a_network(images: tuple[Path, Path], tmp_path: Path, page: Any) -> None:
     run, baseline = images
     report = tmp_path / "report.html"

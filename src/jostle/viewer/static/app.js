@@ -258,7 +258,7 @@ class App {
 }
 
 // What belongs to one run and means nothing in another.
-const CLEARED = { query: null, from: null, to: null, train: null, token: null, search: null, other: null };
+const CLEARED = Object.fromEntries(["query", "from", "to", "train", "token", "search", "other", "open", "colour"].map((name) => [name, null]));
 
 function trouble(message) {
   return element("p", { class: "trouble", role: "alert" }, message);

@@ -6,6 +6,8 @@ import { comparable, methodName } from "jostle/runs.js";
 import { matcher } from "jostle/search.js";
 
 const SHOWN = 12;
+const MOST_SHOWN = 192;
+const AT_ONCE = 500; // images that one question may ask for
 
 // An image drawn from its pixels, made larger without smoothing.
 function canvas(pixels, [height, width, channels], label) {
@@ -24,7 +26,11 @@ export async function pictures(run, set, indices) {
   if (!shape || indices.length === 0) return null;
   const size = shape[0] * shape[1] * shape[2];
   const wanted = [...new Set(indices)];
-  const pixels = await askPixels({ run: run.run, set, indices: wanted.join(",") });
+  const pixels = new Uint8Array(wanted.length * size);
+  for (let first = 0; first < wanted.length; first += AT_ONCE) {
+    const some = wanted.slice(first, first + AT_ONCE);
+    pixels.set(await askPixels({ run: run.run, set, indices: some.join(",") }), first * size);
+  }
   const place = new Map(wanted.map((index, number) => [index, number]));
   return (index, label) => canvas(pixels.subarray(place.get(index) * size, (place.get(index) + 1) * size), shape, label);
 }
@@ -54,7 +60,7 @@ export class ImagesView {
     const [train, queries] = await Promise.all(["train", "query"].map((set) => this.app.examples(set, this.run)));
     const query = queries.find((example) => example.index === Number(state.query ?? queries[0].index)) ?? queries[0];
     const wanted = matcher(state.search ?? "");
-    const shownCount = Number(state.count ?? SHOWN);
+    const shownCount = Math.min(Math.max(Math.trunc(Number(state.count)) || SHOWN, 1), MOST_SHOWN);
     const key = JSON.stringify([query.index, state.search, shownCount]);
     if (this.shown === key) return;
     const tables = await Promise.all(
@@ -141,7 +147,8 @@ export class ImagesView {
       ? element("p", { class: "agreement" }, `In common among the ${shownCount} most: `, element("b", {}, `${shared.helpful.size} helpful, ${shared.harmful.size} harmful`), ", marked ✓.")
       : null;
     const others = tables.some(({ method }) => method.kind === "scores");
-    const more = element("button", { type: "button", class: "plain", onclick: () => this.app.go({ count: 2 * shownCount }) }, "Show more");
+    const left = shownCount < Math.min(MOST_SHOWN, train.length);
+    const more = left ? element("button", { type: "button", class: "plain", onclick: () => this.app.go({ count: 2 * shownCount }) }, "Show more") : "";
     const scored = element(
       "div",
       { class: "pane" },

@@ -34,7 +34,8 @@ export class MapView {
     const queries = await this.app.examples("query", this.run);
     const byIndex = (this.byIndex = new Map(examples.map((example) => [example.index, example])));
     const names = fieldNames(examples);
-    const by = state.colour ?? (names.includes("label") ? "label" : names[0] ?? "query");
+    const known = names.includes(state.colour) || state.colour === "query";
+    const by = known ? state.colour : names.includes("label") ? "label" : names[0] ?? "query";
     const options = [...names.map((name) => [name, name]), ["query", "correlation with a query"]];
     this.bar.replaceChildren(
       choice("Colour by", options, by, (colour) => this.app.go({ colour })),
