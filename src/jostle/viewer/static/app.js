@@ -187,7 +187,7 @@ class App {
 
   renderHeader() {
     const run = this.run;
-    const parts = [element("a", { class: "brand", href: "#" }, "Jostle")];
+    const parts = [element("h1", { class: "brand" }, element("a", { href: "#" }, "Jostle"))];
     if (this.runs.length > 1) {
       const options = this.runs.map((one) => [one.run, one.name]);
       parts.push(choice("Run", options, run.run, (value) => this.go({ ...CLEARED, run: value }, { remember: true })));

@@ -138,7 +138,7 @@ export class ImagesView {
       element(
         "section",
         { class: "method", "aria-label": table.method.name },
-        tables.length > 1 ? element("h2", {}, `${table.method.name} (${methodName(table.method)})`) : null,
+        element("h2", {}, `${table.method.name} (${methodName(table.method)})`),
         grid(table, "helpful"),
         grid(table, "harmful"),
       ),
