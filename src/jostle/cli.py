@@ -769,7 +769,8 @@ def view(
     Works without a network, and reads a run that is still sampling.
     """
     from jostle.run import Run
-    from jostle.viewer.answers import Answers, open_sources
+    from jostle.viewer.answers import Answers
+    from jostle.viewer.sources import open_sources
 
     answers = Answers(open_sources(runs, Run))
     try:
@@ -815,8 +816,8 @@ def report(
 ) -> None:
     """Write views of chosen queries into one file: a page that needs no network, or a figure."""
     from jostle.run import Run
-    from jostle.viewer.answers import open_sources
     from jostle.viewer.reading import Reading, UnreadableError
+    from jostle.viewer.sources import open_sources
 
     sources = open_sources(runs, Run)
     try:

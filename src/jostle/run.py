@@ -25,8 +25,8 @@ from jostle.estimate import (
 )
 from jostle.scores import Scores
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
-from jostle.viewer.reading import RunSource
 from jostle.viewer.report import Inline, write_report
+from jostle.viewer.sources import RunSource
 
 Reduction = Literal["mean", "sum"]
 

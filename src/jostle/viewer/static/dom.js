@@ -51,8 +51,12 @@ export function excerpt(example, width = 60) {
   return text.length > width ? text.slice(0, width - 1) + "…" : text;
 }
 
+export function wholeText(value) {
+  return typeof value === "object" && value !== null ? JSON.stringify(value) : String(value);
+}
+
 export function fieldText(value) {
-  const text = typeof value === "object" && value !== null ? JSON.stringify(value) : String(value);
+  const text = wholeText(value);
   return text.length > 80 ? text.slice(0, 79) + "…" : text;
 }
 
