@@ -286,6 +286,21 @@ def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, p
         assert page.locator(".progress").count() == 0
 
 
+def test_the_focus_stays_while_a_run_samples(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run", recorded=[20, 20, 0])
+    with served(run) as address:
+        page.goto(address)
+        coloured(page)
+        page.locator(".texts .token[tabindex]").nth(2).focus()
+        before = page.evaluate("[document.activeElement.place, document.activeElement.position]")
+        traces = Traces(run / "traces.zarr", writable=True)
+        for name in ("train", "query"):
+            traces.record(name, [2], 0, np.asarray(traces.losses(name)[0:1, :20]) + 0.01)
+        page.wait_for_selector("header:has-text('20 draws of 3 chains')", timeout=20_000)
+        coloured(page)
+        assert page.evaluate("[document.activeElement.place, document.activeElement.position]") == before
+
+
 def test_a_damaged_run_says_so_on_the_page(tmp_path: Path, page: Any) -> None:
     run = token_run(tmp_path / "run")
     (run / "manifest.json").write_text('{"format": 2}')

@@ -31,12 +31,16 @@ export class TokensView {
 
   forget() {
     this.answers.clear();
-    this.texts = undefined;
+    this.isStale = true;
   }
 
   async load() {
-    if (this.texts) return;
+    if (this.texts && !this.isStale) return;
     const [train, query] = await Promise.all(["train", "query"].map((set) => this.app.examples(set, this.run)));
+    this.isStale = false;
+    // While a run samples its texts stay, and so do their elements: one of them may have the focus.
+    const known = this.texts && [this.texts.train.examples, this.texts.query.examples];
+    if (JSON.stringify(known) === JSON.stringify([train, query])) return;
     this.texts = { train: new Texts("train", train), query: new Texts("query", query) };
   }
 
@@ -88,6 +92,9 @@ export class TokensView {
     this.reach = reachOf(this.byToken);
     this.ranks = null;
     this.texts[selection.set].fade();
+    // An element that is moved to another place loses the focus, and gets it back.
+    const focused = document.activeElement;
+    if (this.element.contains(focused)) this.refocus ??= () => focused;
     if (selection.set === "query") this.renderTraining(state);
     else this.renderReversed(state);
     this.element.dataset.selection = key;
@@ -95,7 +102,7 @@ export class TokensView {
     if (this.refocus) {
       const node = this.refocus();
       this.refocus = null;
-      if (document.activeElement !== node) node?.focus({ preventScroll: true });
+      if (document.activeElement !== node && node?.isConnected) node.focus({ preventScroll: true });
     }
   }
 
