@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
 from jostle.chains import (
@@ -33,6 +35,7 @@ from jostle.execution import prepare as make_ready
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
 from jostle.layout import (
+    ADDING_QUERIES,
     create_run,
     execution_of,
     finish_run,
@@ -50,6 +53,7 @@ from jostle.observing import Observer
 from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
+from jostle.replaying import Replay
 from jostle.run import Run, healthy_chains
 from jostle.samplers import SGLD, Sampler
 from jostle.stopping import measure, next_round, reached
@@ -83,6 +87,7 @@ def attribute(
     out: str | Path | None = None,
     seed: int = 0,
     keep: Keep = "traces",
+    keep_weights: bool = False,
     collate: Collate | None = None,
     observation_batch_size: int | None = None,
     chains_at_once: int | None = None,
@@ -98,8 +103,8 @@ def attribute(
 
     The model is left as it was: its own parameters are w*. Everything is evaluated in eval mode, so dropout is off and
     batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
-    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws,
-    these are kept and the rest is added.
+    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws, or
+    with only the first of the queries, these are kept and the rest is added.
 
     Args:
         model: the trained model, at w*, on the device where sampling is to run.
@@ -133,6 +138,8 @@ def attribute(
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
             memory that does not grow with draws; per-token losses are averaged over their sequence).
+        keep_weights: also keep the moving weights of every draw, so that queries can be added to the run later without
+            the chains walking again; takes their size on disk for each draw of each chain.
         collate: makes a batch of a list of samples.
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers. Default:
             on a GPU, grown until it no longer pays.
@@ -189,6 +196,8 @@ def attribute(
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
     if keep == "covariance" and query is None:
         raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
+    if keep == "covariance" and keep_weights:
+        raise InputError("keep_weights", got="keep='covariance', which keeps no draws", expected="keep='traces'")
     if observation_batch_size is not None:
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
@@ -206,7 +215,7 @@ def attribute(
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
         prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
         fingerprints |= data.fingerprints()
-        plan = make_plan(config, prepared, directory, pilot=pilot)
+        plan = make_plan(config, prepared, directory, pilot=pilot, keep_weights=keep_weights)
         plan.check()
         if dry_run is not None:
             dry_run(describe_plan(plan, prepared))
@@ -215,11 +224,16 @@ def attribute(
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
         with _interruptible() as interrupted, writing(directory):
             known = {"config": config.fingerprint(), **fingerprints}
-            manifest = open_run(directory, known, config, prepared.at_center, in_place.tolerance)
+            queries = data.observed.get("query")
+            manifest = open_run(
+                directory, known, config, prepared.at_center, in_place.tolerance, queries, keep_weights=keep_weights
+            )
             if manifest is not None and (
-                manifest["status"] != "complete" or manifest["fingerprints"]["config"] != known["config"]
+                manifest["status"] != "complete"
+                or any(manifest["fingerprints"].get(name) != known.get(name) for name in ("config", "query"))
             ):
-                go_on(directory, config, source, manifest)
+                asked = None if queries is None else (known["query"], prepared.observers["query"])
+                go_on(directory, config, source, manifest, asked, examples or {})
             if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
@@ -246,21 +260,46 @@ def attribute(
                         "execution": execution.to_dict(),
                         "thinning": thinning and dataclasses.asdict(thinning),
                     }
+                    weights = (
+                        (moving.total, np.dtype(str(moving.dtype).removeprefix("torch."))) if keep_weights else None
+                    )
                     create_run(
-                        directory, config, source, manifest, prepared.observers, prepared.at_center, examples or {}
+                        directory,
+                        config,
+                        source,
+                        manifest,
+                        prepared.observers,
+                        prepared.at_center,
+                        examples or {},
+                        weights,
                     )
                 try:
-                    with _bar(progress, config, prepared.observers) as report:
-                        _sample(
+                    if "replay" in manifest:
+                        assert queries is not None
+                        added = queries.part(range(manifest["replay"]["queries"], len(queries)))
+                        _replay(
                             directory,
                             manifest,
                             dynamics,
-                            prepared.observers,
+                            Observer(in_place, functions.loss, added, prepared.observers["query"].batch_size),
+                            prepared.observers["train"],
                             at_once=execution.chains_at_once,
                             checkpoint_seconds=checkpoint_seconds,
-                            report=report,
+                            progress=progress,
                             interrupted=interrupted,
                         )
+                    if manifest["status"] != ADDING_QUERIES:
+                        with _bar(progress, config, prepared.observers) as report:
+                            _sample(
+                                directory,
+                                manifest,
+                                dynamics,
+                                prepared.observers,
+                                at_once=execution.chains_at_once,
+                                checkpoint_seconds=checkpoint_seconds,
+                                report=report,
+                                interrupted=interrupted,
+                            )
                 except KeyboardInterrupt as error:
                     if out is None:
                         raise
@@ -284,6 +323,41 @@ def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, c
     return execution
 
 
+def _replay(
+    directory: Path,
+    manifest: dict[str, Any],
+    dynamics: Dynamics,
+    added: Observer,
+    train: Observer,
+    *,
+    at_once: int,
+    checkpoint_seconds: float,
+    progress: bool,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Observe queries that were added at the draws that are recorded."""
+    there = manifest["replay"]
+    log.info("%d queries are added to %d", added.columns.samples, there["queries"])
+    traces = Traces(directory / "traces.zarr", writable=True)
+    replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
+    failed = {failure["chain"] for failure in manifest["failed_chains"]}
+    with _bar(progress, replay.config, {"query": added}) as report:
+        failures, _ = run_chains(
+            replay,
+            TraceRecorder(traces, first_column=there["columns"]),
+            Checkpoints(directory / "replay"),
+            chains=[chain for chain in range(there["chains"]) if chain not in failed],
+            at_once=at_once,
+            checkpoint_seconds=checkpoint_seconds,
+            report=report,
+            interrupted=interrupted,
+        )
+    manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+    del manifest["replay"]
+    shutil.rmtree(directory / "replay", ignore_errors=True)  # before it is said: no later replay may begin with these
+    write_manifest(directory, manifest)
+
+
 def _sample(
     directory: Path,
     manifest: dict[str, Any],
@@ -300,6 +374,7 @@ def _sample(
     recorder: Recorder
     if config.keep == "traces":
         traces = Traces(directory / "traces.zarr", writable=True)
+        dynamics.keeps_weights = traces.keeps_weights
         recorder = TraceRecorder(traces)
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
@@ -411,7 +486,7 @@ def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Itera
     )
     from rich.progress import Progress as RichProgress
 
-    center = float(observers["train"].center_losses.mean())
+    center = float(next(iter(observers.values())).center_losses.mean())
     columns = (
         TextColumn("sampling"),
         BarColumn(),

@@ -10,7 +10,8 @@
 ``position``         per token only, (token): its place in that sample's sequence
 ===================  ====================================================================================
 
-and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Dimensions are named, so
+and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Where they are kept, ``weights``
+(chain, draw, weight) are the moving weights of every draw. Dimensions are named, so
 ``xarray.open_zarr(path, group="train")`` opens it as it is. Chunks carry a checksum; a draw that was not recorded
 is NaN.
 """
@@ -74,6 +75,7 @@ class Traces:
     Attributes:
         sets: the observed sets.
         observables: the names of the other observables.
+        keeps_weights: whether the weights of every draw are there.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -81,6 +83,7 @@ class Traces:
         try:
             self._root = zarr.open_group(path, mode="r+" if writable else "r", zarr_format=3)
             self.sets = tuple(name for name in ("train", "query") if name in self._root)
+            self.keeps_weights = "weights" in self._root
             self.observables: tuple[str, ...] = ()
             if "observables" in self._root:
                 self.observables = tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
@@ -106,8 +109,12 @@ class Traces:
         dtype: np.dtype,
         sets: Mapping[str, Columns],
         observables: Mapping[str, int],
+        weights: tuple[int, np.dtype] | None = None,
     ) -> Traces:
-        """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``."""
+        """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``.
+
+        ``weights`` says how many weights of every draw are kept, and in which precision.
+        """
         root = zarr.create_group(path, zarr_format=3, attributes={"format": FORMAT})
         for name, columns in sets.items():
             group = root.create_group(name)
@@ -130,6 +137,8 @@ class Traces:
             group = root.create_group("observables")
             for name, size in observables.items():
                 _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
+        if weights is not None:
+            _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
         return cls(path, writable=True)
 
     def columns(self, name: str) -> Columns:
@@ -142,8 +151,9 @@ class Traces:
 
     @property
     def arrays(self) -> list[str]:
-        """Where the traces are, (chain, draw, column) each: losses of every set, and every observable."""
-        return [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
+        """Where the traces are, (chain, draw, column) each: losses of every set, every observable, and weights."""
+        traces = [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
+        return traces + ["weights"] * self.keeps_weights
 
     def losses(self, name: str) -> Trace:
         """Return the losses of a set, (chain, draw, column); read it by slicing."""
@@ -178,16 +188,17 @@ class Traces:
         chains: Sequence[int],
         first_draw: int,
         values: Float[np.ndarray, "chain draw column"],
+        first_column: int = 0,
     ) -> None:
-        """Store consecutive draws of some chains; ``name`` is a set, or ``observables/NAME``."""
+        """Store consecutive draws of some chains; ``name`` is a set, ``observables/NAME`` or ``weights``."""
         self.require_there()
         array = self._array(f"{name}/losses" if name in self.sets else name)
         draws = slice(first_draw, first_draw + values.shape[1])
         if list(chains) == list(range(chains[0], chains[-1] + 1)):
-            array[chains[0] : chains[-1] + 1, draws] = values
+            array[chains[0] : chains[-1] + 1, draws, first_column:] = values
             return
         for chain, rows in zip(chains, values, strict=True):
-            array[chain, draws] = rows
+            array[chain, draws, first_column:] = rows
 
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""
@@ -201,6 +212,20 @@ class Traces:
                 if array.shape != values.shape:
                     array.resize(values.shape)
                 array[:] = values
+
+    def widen(self, name: str, columns: Columns, center_losses: Float[np.ndarray, " column"]) -> None:
+        """Make room for more samples of a set, after those that are there; what is there stays."""
+        losses = self._array(f"{name}/losses")
+        losses.resize((*losses.shape[:2], columns.total))
+        fields = {"center_losses": center_losses}
+        if columns.offsets is not None:
+            assert columns.positions is not None
+            owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+            fields |= {"offsets": columns.offsets, "sample": owner, "position": columns.positions}
+        for field, values in fields.items():
+            array = self._array(f"{name}/{field}")
+            array.resize(values.shape)
+            array[:] = values
 
     def to_xarray(self, name: str) -> xarray.Dataset:
         """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
