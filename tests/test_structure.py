@@ -12,7 +12,7 @@ import jostle
 SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
-    "_version", "errors", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "traces", "estimate",
+    "_version", "errors", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "stores", "traces", "estimate",
     "functional", "checks", "observing", "prefix", "in_place", "config", "chains", "execution", "attributors", "diagnose", "plots", "viewer", "run", "stopping", "layout", "integrity", "preparing", "planning", "thinning", "replaying", "sampling", "calibration", "evaluate", "texts", "presets", "tasks", "requests", "sweep", "terminal",
     "demo", "cli", "__main__",
 ]  # fmt: skip

@@ -208,6 +208,7 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
         ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
+        ("jostle run runs/g ... --traces s3://bucket/runs/g", "traces in an object store, the rest in runs/g"),
     )
 )
 def run(
@@ -284,6 +285,9 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    traces: Annotated[
+        str | None, typer.Option(metavar="URL", help="A store for the traces, instead of OUT: s3://bucket/prefix.")
+    ] = None,
     keep_weights: Annotated[
         bool, typer.Option("--keep-weights", help="Keep the weights of every draw: quicker to add queries to.")
     ] = False,
@@ -422,7 +426,7 @@ _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
         ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
     )
 )
-@_with_flags_of(run, without=("out", "auto", "keep_weights", "dry_run"))
+@_with_flags_of(run, without=("out", "auto", "traces", "keep_weights", "dry_run"))
 def calibrate(
     file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
     rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE.removeprefix("With --auto: "))] = None,
@@ -466,7 +470,7 @@ _Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or mor
         ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),
     )
 )
-@_with_flags_of(run, without=("auto", "rise", "kappa", "keep_weights", "dry_run"))
+@_with_flags_of(run, without=("auto", "rise", "kappa", "traces", "keep_weights", "dry_run"))
 def sweep(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where runs and figures go.", show_default=False)],
     n_beta: _Values = None,

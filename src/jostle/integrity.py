@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from jostle.chains import load_sums, read_tensors
-from jostle.errors import InputError
-from jostle.run import Run, check_config, read_config, read_manifest
+from jostle.errors import InputError, StorageError
+from jostle.run import Run, check_config, place_of_traces, read_config, read_manifest
 from jostle.traces import Traces
 
 Kind = Literal["damaged", "unfinished", "failed chain"]
@@ -34,6 +34,7 @@ def examine(directory: Path) -> list[Finding]:
 
     Raises:
         InputError: there is no run in this directory.
+        StorageError: its traces are elsewhere, and cannot be reached.
     """
     if not (directory / "manifest.json").is_file():
         read_manifest(directory)
@@ -43,6 +44,8 @@ def examine(directory: Path) -> list[Finding]:
         """What a check returns; what it says where it fails becomes a finding."""
         try:
             return check(*arguments)
+        except StorageError:
+            raise
         except InputError as error:
             findings.append(Finding("damaged", str(error)))
         except Exception as error:  # whatever else damage may lead to is damage, too
@@ -61,7 +64,7 @@ def examine(directory: Path) -> list[Finding]:
         findings.append(Finding("failed chain", f"{where}: {failure.get('reason')}"))
     center = attempt(_check_tensors, directory / "center.safetensors")
     if config["keep"] == "traces":
-        traces = attempt(Traces, directory / "traces.zarr")
+        traces = attempt(lambda: Traces(place_of_traces(directory, manifest)))
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:
             attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, complete)
         if traces is not None and center is not None and "replay" not in manifest:  # both are being widened

@@ -31,8 +31,9 @@ from jostle.data import Data
 from jostle.errors import InputError, StorageError
 from jostle.execution import Execution
 from jostle.observing import Observer
-from jostle.run import FORMAT, manifest_checksum, read_config, read_manifest
+from jostle.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.stopping import next_round
+from jostle.stores import Place, check_url, require_free
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
@@ -50,8 +51,27 @@ KEPT_STATE_BYTES = 1 << 30
 chains walk again from w* and arrive at the same place."""
 
 
-def place_for(out: str | Path | None) -> Path:
-    """Where the run goes; refuses a place that cannot hold one before any work is done for it."""
+def place_for(out: str | Path | None, traces: str | None = None) -> Path:
+    """Where the run goes; refuses places that cannot hold it or its traces before any work is done for it."""
+    directory = _directory_for(out)
+    if traces is not None:
+        url = check_url(traces)
+        if (directory / "manifest.json").is_file():
+            there = place_of_traces(directory, read_manifest(directory))
+            if there != url:
+                raise InputError("traces", got=f"{url} for {directory}, whose traces are in {there}", expected="those")
+        elif not _begun_at(directory, url):
+            require_free(url)
+    return directory
+
+
+def _begun_at(directory: Path, place: Place) -> bool:
+    """Whether a run was begun here, and not finished being laid out, whose traces are at this place."""
+    begun = directory / BEGUN
+    return begun.is_file() and begun.read_text() == str(place)
+
+
+def _directory_for(out: str | Path | None) -> Path:
     if out is None:
         # Kept to the end of the process, not of the returned object: arrays are read lazily.
         temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
@@ -147,7 +167,7 @@ def open_run(
                 expected=f"{ours}, as passed now",
                 fix="choose another directory, or delete this one",
             )
-    if keep_weights and not Traces(directory / "traces.zarr").keeps_weights:
+    if keep_weights and not Traces(place_of_traces(directory, manifest)).keeps_weights:
         raise InputError(
             "keep_weights",
             got=f"True for {directory}, a run begun without",
@@ -178,7 +198,7 @@ def _has_more_queries(
     theirs = manifest["fingerprints"].get("query")
     if query is None or theirs in (None, fingerprints["query"]) or config.keep != "traces":
         return False
-    there = Traces(directory / "traces.zarr").columns("query").samples
+    there = Traces(place_of_traces(directory, manifest)).columns("query").samples
     if there >= len(query) or query.part(range(there)).fingerprint() != theirs:
         return False
     if manifest["status"] != "complete":
@@ -221,7 +241,7 @@ def go_on(
     fingerprint, before = config.fingerprint(), manifest["fingerprints"].copy()
     if query is not None and before["query"] != query[0]:
         _require_examples(directory, examples)
-        columns = Traces(directory / "traces.zarr").columns("query")
+        columns = Traces(place_of_traces(directory, manifest)).columns("query")
         recorded = {"chains": manifest["planned"]["chains"], "draws": manifest["draws"]}
         manifest["replay"] = {"queries": columns.samples, "columns": columns.total, **recorded}
         # What names the queries comes first: whoever resumes after a crash from here on adds them.
@@ -237,7 +257,7 @@ def go_on(
     if before != manifest["fingerprints"] or before["config"] != fingerprint:
         write_manifest(directory, manifest)  # first of all, so that nobody takes what follows for a finished run
     if query is not None and "replay" in manifest:
-        _make_room(directory, manifest["replay"]["columns"], query[1], examples)
+        _make_room(directory, manifest, query[1], examples)
     _write_config(directory, config, source)
     manifest["fingerprints"]["config"] = fingerprint
     manifest["planned"] = {"chains": config.chains, "draws": config.draws}
@@ -251,13 +271,18 @@ def _require_examples(directory: Path, examples: Mapping[str, Any]) -> None:
 
 
 def _make_room(
-    directory: Path, old: int, observer: Observer, examples: Mapping[str, Sequence[Mapping[str, Any]]]
+    directory: Path,
+    manifest: dict[str, Any],
+    observer: Observer,
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Make room for more queries after the first ``old`` columns; done twice, it is the same."""
+    """Make room for more queries, after the columns that are there; done twice, it is the same."""
+    old = manifest["replay"]["columns"]
     center, about = read_tensors(directory / "center.safetensors")
     now = observer.center_losses.cpu()
     center["loss on query"] = torch.cat([center["loss on query"][:old], now[old:]])
-    Traces(directory / "traces.zarr", writable=True).widen("query", observer.columns, center["loss on query"].numpy())
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    traces.widen("query", observer.columns, center["loss on query"].numpy())
     write_tensors(directory / "center.safetensors", center, about)
     _write_examples(directory, {name: shown for name, shown in examples.items() if name == "query"})
 
@@ -321,31 +346,35 @@ def create_run(
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
     for name, shown in examples.items():
         _images(name, shown)  # refused before anything is written
-    begun = directory / BEGUN
+    begun, place = directory / BEGUN, place_of_traces(directory, manifest)
+    overwrite = _begun_at(directory, place)
     try:
         if begun.exists():
             _clear(directory)
-        begun.touch()
+        begun.write_text(str(place))
         _write_config(directory, config, source)
         _write_examples(directory, examples)
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
             traces = Traces.create(
-                directory / "traces.zarr",
+                place,
                 chains=config.chains,
                 steps=config.steps[: next_round(config, 0)],
                 dtype=dtype,
                 sets={name: observer.columns for name, observer in observers.items()},
                 observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
                 weights=weights,
+                overwrite=overwrite,
             )
             for name, observer in observers.items():
                 traces.record_center(name, observer.center_losses.cpu().numpy())
         write_manifest(directory, manifest)
         begun.unlink()
-    except Exception:
+    except Exception as error:
         _clear(directory)
+        if isinstance(place, str) and not isinstance(error, InputError):
+            begun.write_text(str(place))  # what was begun there is the next start's to overwrite
         raise
 
 

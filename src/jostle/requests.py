@@ -275,7 +275,7 @@ def carry_out(
         examples=task.examples,
         dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in (*LATER, "compile", "keep_weights") if name in request},
+        **{name: request[name] for name in (*LATER, "compile", "keep_weights", "traces") if name in request},
         **options,
     )
     if run.manifest.get("thinning"):

@@ -54,9 +54,10 @@ from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
 from jostle.replaying import Replay
-from jostle.run import Run, healthy_chains
+from jostle.run import Run, healthy_chains, place_of_traces
 from jostle.samplers import SGLD, Sampler
 from jostle.stopping import measure, next_round, reached
+from jostle.stores import check_url
 from jostle.thinning import PROBED_EXAMPLES, choose_thin
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
@@ -85,6 +86,7 @@ def attribute(
     until: Mapping[Criterion, float] | None = None,
     minutes: float | None = None,
     out: str | Path | None = None,
+    traces: str | None = None,
     seed: int = 0,
     keep: Keep = "traces",
     keep_weights: bool = False,
@@ -135,6 +137,8 @@ def attribute(
             scores. The same draw whenever it is asked for.
         minutes: stop when they are over, but not before the first 20 draws. Depends on the machine.
         out: the directory of the run. Default: a temporary one that goes with the process.
+        traces: the URL of a store for the traces (``"s3://bucket/prefix"``), instead of the run's directory, where all
+            the rest stays. Any that fsspec has the package for; credentials are those of the environment.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
             memory that does not grow with draws; per-token losses are averaged over their sequence).
@@ -167,7 +171,9 @@ def attribute(
         StorageError: the directory cannot be written to; what was recorded is kept, and the same call goes on.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
-    directory = place_for(out)
+    if keep == "covariance" and traces is not None:
+        raise InputError("traces", got="keep='covariance', which keeps none", expected="keep='traces'")
+    directory = place_for(out, traces)
     sampler = sampler or SGLD(step_size=1e-5)
     pilot = thin == "auto" and not getattr(sampler, "independent", False)
     functions = Functions(
@@ -215,7 +221,7 @@ def attribute(
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
         prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
         fingerprints |= data.fingerprints()
-        plan = make_plan(config, prepared, directory, pilot=pilot, keep_weights=keep_weights)
+        plan = make_plan(config, prepared, directory, pilot=pilot, keep_weights=keep_weights, elsewhere=traces)
         plan.check()
         if dry_run is not None:
             dry_run(describe_plan(plan, prepared))
@@ -259,6 +265,7 @@ def attribute(
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
                         "execution": execution.to_dict(),
                         "thinning": thinning and dataclasses.asdict(thinning),
+                        **({} if traces is None else {"traces": check_url(traces)}),
                     }
                     weights = (
                         (moving.total, np.dtype(str(moving.dtype).removeprefix("torch."))) if keep_weights else None
@@ -338,7 +345,7 @@ def _replay(
     """Observe queries that were added at the draws that are recorded."""
     there = manifest["replay"]
     log.info("%d queries are added to %d", added.columns.samples, there["queries"])
-    traces = Traces(directory / "traces.zarr", writable=True)
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
     replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
     failed = {failure["chain"] for failure in manifest["failed_chains"]}
     with _bar(progress, replay.config, {"query": added}) as report:
@@ -373,7 +380,7 @@ def _sample(
     config, traces = dynamics.config, None
     recorder: Recorder
     if config.keep == "traces":
-        traces = Traces(directory / "traces.zarr", writable=True)
+        traces = Traces(place_of_traces(directory, manifest), writable=True)
         dynamics.keeps_weights = traces.keeps_weights
         recorder = TraceRecorder(traces)
     else:
