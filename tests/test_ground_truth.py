@@ -205,8 +205,8 @@ def test_reweighting_an_example_moves_the_expectation_by_the_covariance(record: 
         return batch[2] * classification(model, batch[:2])
 
     settings: dict[str, Any] = {
-        "posterior": jostle.Posterior(n_beta=40, localization=5), "sampler": jostle.SGLD(step_size=5e-3),
-        "chains": 128, "draws": 100, "burn_in": 150, "thin": 14, "batch_size": 40, "progress": False,
+        "posterior": jostle.Posterior(n_beta=40, localization=5), "sampler": jostle.LeimkuhlerMatthews(step_size=2e-2),
+        "chains": 128, "draws": 100, "burn_in": 40, "thin": 4, "batch_size": 40, "progress": False,
     }  # fmt: skip
 
     def run_with(extra: float) -> jostle.Run:
@@ -255,8 +255,8 @@ def test_bif_tends_to_the_damped_influence_function(record: Record) -> None:
         largest = np.linalg.eigvalsh(H.numpy())[-1] + 1
         run = jostle.attribute(
             model, picked, picked, **settings,
-            sampler=jostle.SGLD(step_size=0.05 / largest),
-            chains=128, draws=60, burn_in=200, thin=30, batch_size=10**6, progress=False,
+            sampler=jostle.LeimkuhlerMatthews(step_size=0.5 / largest),
+            chains=128, draws=60, burn_in=20, thin=4, batch_size=10**6, progress=False,
         )  # fmt: skip
         bif = run.influence(standard_error=True)
         assert bif.scale == first.scale == 1.0

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor, nn
 
-from jostle import randomness
+from jostle import randomness, ranks
 from jostle.config import Precision, require_whole
 from jostle.data import Collate, Data
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
@@ -548,7 +548,7 @@ def _pilot(
         settings["sampling_data"] = train
     started = time.perf_counter()
     fault, rise = None, None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ranks.alone():
         warnings.simplefilter("ignore", JostleWarning)
         try:
             run = attribute(

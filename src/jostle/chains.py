@@ -29,6 +29,7 @@ from jostle.estimate import StreamingCovariance
 from jostle.functional import FunctionalModel, Observable
 from jostle.losses import Loss, at_least_float32
 from jostle.observing import Observer
+from jostle.ranks import Crew
 from jostle.samplers import Statistics
 from jostle.traces import Columns, Traces
 
@@ -73,6 +74,7 @@ class Walk(Protocol):
     """How chains get from draw to draw, and what is seen there."""
 
     config: Config
+    model: FunctionalModel
 
     def start(self, chains: list[int]) -> Group:
         """Put chains at step 0."""
@@ -154,11 +156,11 @@ class Dynamics:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
         while True:
             try:
+                if self._pieces == 1:
+                    return self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, batches)
                 total: Tensor | None = None
                 for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
                     part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
-                    if self._pieces == 1:
-                        return part
                     part = len(pieces[0]) / len(batches[0]) * part.to(weights.dtype)
                     total = part if total is None else total.add_(part)
                 assert total is not None
@@ -226,7 +228,8 @@ class Dynamics:
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         if self.keeps_weights:
-            seen["weights"] = group.weights.to("cpu", copy=True)  # the next step is made in place
+            # A copy, whole however the model is spread: the next step is made in place.
+            seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])
         return seen
 
 
@@ -272,8 +275,39 @@ class Recorder(Protocol):
         ...
 
 
-class TraceRecorder:
-    """Writes draws to the trace store, many at a time and from another thread; until then they stay on the device."""
+class NoRecorder:
+    """For a process that moves chains together with another, which records them."""
+
+    @property
+    def finished(self) -> list[int]:
+        """None: a chain's own checkpoint says that it has reached its last draw."""
+        return []
+
+    def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def unfinished(self, chain: int) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, chain: int, state: dict[str, Tensor]) -> None:
+        """Do nothing."""
+
+    def finish(self, chain: int) -> None:
+        """Do nothing."""
+
+    def drop(self, chain: int) -> None:
+        """Do nothing."""
+
+
+class TraceRecorder(NoRecorder):
+    """Writes draws to the trace store, many at a time and from another thread; until then they stay on the device.
+
+    There is nothing to finish or to restore: draws are on disk, and estimates leave out the chains that failed.
+    """
 
     def __init__(self, traces: Traces, *, first_column: int = 0, buffer_bytes: int = 64 << 20) -> None:
         self._traces, self._first_column = traces, first_column
@@ -283,11 +317,6 @@ class TraceRecorder:
         self._pending: dict[str, list[Float[Tensor, "chain column"]]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="jostle-traces")
         self._writing: Future[None] | None = None
-
-    @property
-    def finished(self) -> list[int]:
-        """None: a chain's own checkpoint says that it has reached its last draw."""
-        return []
 
     def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
         """Buffer one draw."""
@@ -321,19 +350,6 @@ class TraceRecorder:
         """Write what is buffered, and see that it is written."""
         self._write()
         self._wait()
-
-    def unfinished(self, chain: int) -> dict[str, Tensor]:
-        """Return nothing: draws are on disk."""
-        return {}
-
-    def restore(self, chain: int, state: dict[str, Tensor]) -> None:
-        """Do nothing: draws are on disk."""
-
-    def finish(self, chain: int) -> None:
-        """Do nothing: draws are on disk."""
-
-    def drop(self, chain: int) -> None:
-        """Do nothing: the run names the failed chain, and estimates leave it out."""
 
 
 class CovarianceRecorder:
@@ -410,14 +426,20 @@ class Checkpoints:
     def _path(self, chain: int) -> Path:
         return self._directory / f"chain-{chain:04d}.safetensors"
 
-    def save(self, group: Group, recorder: Recorder) -> None:
-        """Store a group, between two steps; draws it has passed must be flushed already."""
+    def save(self, group: Group, model: FunctionalModel, recorder: Recorder) -> None:
+        """Store a group, between two steps; draws it has passed must be flushed already.
+
+        What is stored is whole, however the model is spread, so that another number of processes can go on with it.
+        """
         self._directory.mkdir(exist_ok=True)
         for row, chain in enumerate(group.chains):
-            tensors = {"weights": group.weights[row]}
-            tensors |= {f"statistics/{name}": value[row] for name, value in group.statistics.items()}
+            tensors = {"weights": model.gather(group.weights[row])}
+            for name, value in group.statistics.items():
+                per_weight = value.shape == group.weights.shape
+                tensors[f"statistics/{name}"] = model.gather(value[row]) if per_weight else value[row]
             tensors |= {f"recorder/{name}": value for name, value in recorder.unfinished(chain).items()}
-            write_tensors(self._path(chain), tensors, {"step": group.step})
+            if model.crew.leads:
+                write_tensors(self._path(chain), tensors, {"step": group.step})
 
     def steps(self, chains: Iterable[int]) -> dict[int, int]:
         """Return the step at which each chain can go on."""
@@ -432,12 +454,13 @@ class Checkpoints:
             return group
         stored = [read_tensors(self._path(chain))[0] for chain in chains]
         device = group.weights.device
-        group.step = step
-        group.weights = torch.stack([tensors["weights"] for tensors in stored]).to(device)
-        group.statistics = {
-            name: torch.stack([tensors[f"statistics/{name}"] for tensors in stored]).to(device)
-            for name in group.statistics
-        }
+        moving, group.step = dynamics.model.moving, step
+        group.weights = torch.stack([moving.keep(tensors["weights"]) for tensors in stored]).to(device)
+        for name, before in group.statistics.items():
+            values = [tensors[f"statistics/{name}"] for tensors in stored]
+            if before.shape == group.weights.shape:
+                values = [moving.keep(value) for value in values]
+            group.statistics[name] = torch.stack(values).to(device)
         for chain, tensors in zip(chains, stored, strict=True):
             prefix = "recorder/"
             recorder.restore(
@@ -527,18 +550,19 @@ def run_chains(
     draws = config.draws if draws is None else draws
     failures: list[Failure] = []
     remarks: list[str] = []
-    clock, health = _CheckpointClock(checkpoint_seconds), _Health()
+    crew = dynamics.model.crew
+    clock, health = _CheckpointClock(checkpoint_seconds), _Health(crew)
     remaining = [chain for chain in chains if chain not in recorder.finished]
     done = (len(chains) - len(remaining)) * config.steps[-1] + sum(checkpoints.steps(remaining).values())
     for group in _groups(dynamics, recorder, checkpoints, remaining, at_once):
         while group.chains:
             # Before the step's draw is observed: a chain that resumes here observes it, and nobody does so twice.
-            stop = interrupted()
-            if stop or clock.due():
+            stop = crew.any(interrupted())
+            if stop or crew.any(clock.due()):
                 started = time.monotonic()
                 failures += health.examine(group, recorder)[0]
                 recorder.flush()
-                checkpoints.save(group, recorder)
+                checkpoints.save(group, dynamics.model, recorder)
                 clock.took(time.monotonic() - started)
             if stop:
                 raise KeyboardInterrupt
@@ -550,7 +574,7 @@ def run_chains(
                 if draw >= first_draw:
                     seen = dynamics.observe(group)
                     health.look(group, seen)
-                    if health.due() or draw == draws - 1:
+                    if crew.any(health.due()) or draw == draws - 1:
                         failed, kept = health.examine(group, recorder)
                         failures += failed
                         if not group.chains:
@@ -570,7 +594,7 @@ def run_chains(
             recorder.finish(chain)
         if group.chains:
             remarks += config.sampler.remarks(group.statistics)
-            checkpoints.save(group, recorder)
+            checkpoints.save(group, dynamics.model, recorder)
     return failures, remarks
 
 
@@ -589,7 +613,8 @@ def _groups(
 class _Health:
     """Notices chains that left the finite numbers; on a GPU only now and then, since asking it means waiting for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
         self._looks: list[tuple[int, Tensor, Tensor]] = []
         self._last = time.monotonic()
 
@@ -611,7 +636,8 @@ class _Health:
         rows = list(range(len(group.chains)))
         failed: dict[int, Failure] = {}
         for step, weights, losses in self._looks:
-            for row, (weights_finite, losses_finite) in enumerate(torch.stack([weights, losses], 1).tolist()):
+            finite = self._crew.all(torch.stack([weights, losses], 1))
+            for row, (weights_finite, losses_finite) in enumerate(finite.tolist()):
                 if row not in failed and not (weights_finite and losses_finite):
                     where = "a loss" if weights_finite else "weights"
                     failed[row] = Failure(group.chains[row], step, f"{where} left the finite numbers")

@@ -122,7 +122,7 @@ def check_gradient(model: FunctionalModel, loss: Loss, data: Data) -> None:
             expected=expected,
             fix="leave detach(), no_grad() and inference_mode() out of model, loss and call",
         ) from error
-    if not torch.isfinite(gradient).all():
+    if not model.crew.all(torch.isfinite(gradient).all()):
         raise InputError(f"gradient of the loss on {data.name}", got="values that are not finite", expected=expected)
 
 

@@ -6,6 +6,7 @@ A command imports what it needs when it runs, so that ``jostle --help`` does not
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from enum import IntEnum
@@ -16,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from jostle._version import __version__
-from jostle.errors import ChainsFailedError, InputError, JostleWarning, StorageError
+from jostle.errors import ChainsFailedError, InputError, JostleWarning, RankLostError, StorageError
 
 if TYPE_CHECKING:
     from jostle.run import Run
@@ -50,13 +51,17 @@ class _Commands(TyperGroup):
                 raise _failure(str(error), ExitCode.STORAGE) from error
             except ChainsFailedError as error:
                 raise _failure(str(error), ExitCode.CHAIN_FAILED) from error
+            except RankLostError as error:
+                raise _failure(str(error), ExitCode.INTERRUPTED) from error
             except KeyboardInterrupt as error:
                 raise _failure("interrupted; the same command goes on where it stood", ExitCode.INTERRUPTED) from error
 
 
 def _failure(message: str, code: ExitCode) -> typer.Exit:
-    """Say on stderr what went wrong, and return the exit to raise."""
-    _say(message)
+    """Say on stderr what went wrong, once for all ranks of a run, and return the exit to raise."""
+    prefix = sys.modules["jostle.ranks"].speaks() if "jostle.ranks" in sys.modules else ""
+    if prefix is not None:
+        _say(prefix + message)
     return typer.Exit(code)
 
 
@@ -192,6 +197,9 @@ def demo(
 
 
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
+_Shards = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Spread each model over N ranks of torchrun (FSDP2).")
+]
 _Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 _Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
 _RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
@@ -208,7 +216,8 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
         ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
-        ("jostle run runs/g ... --traces s3://bucket/runs/g", "traces in an object store, the rest in runs/g"),
+        ("torchrun --nproc-per-node 8 -m jostle run runs/g ...", "chains on 8 GPUs"),
+        ("jostle run runs/h ... --traces s3://bucket/runs/h", "traces in an object store, the rest in runs/h"),
     )
 )
 def run(
@@ -285,6 +294,7 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    shards: _Shards = None,
     traces: Annotated[
         str | None, typer.Option(metavar="URL", help="A store for the traces, instead of OUT: s3://bucket/prefix.")
     ] = None,
@@ -303,16 +313,26 @@ def run(
     [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
     """
     given = _given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
-    from jostle import requests
+    from jostle import ranks, requests
 
+    ranks.join()
     if not auto and (rise is not None or kappa is not None):
         raise InputError("rise" if rise is not None else "kappa", got="no --auto", expected="--auto, which it is for")
+    if auto and (shards or 1) > 1:
+        raise InputError("shards", got="--auto", expected="the config of jostle calibrate", fix="--config FILE")
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
     request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
     loaded = None
+
+    def calibrated() -> dict[str, Any]:
+        nonlocal loaded
+        chosen, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+        return chosen
+
     if auto and not begun:
-        request, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=_say)
+        with ranks.Ranks() as group:
+            request = group.share(calibrated)
     _carry_out(request, out, task=loaded, dry_run=dry_run)
 
 
@@ -325,14 +345,16 @@ def run(
 def resume(
     out: _Out,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the run began.")] = None,
+    shards: _Shards = None,
 ) -> None:
     """Go on with a run that was interrupted, to the same numbers as if it had not been.
 
     Model, data and settings are those of its [bold]config.yaml[/]. A finished run is only read.
     """
-    from jostle import requests
+    from jostle import ranks, requests
 
-    _carry_out(requests.of_run(out, {"device": device} if device else None), out)
+    ranks.join()
+    _carry_out(requests.of_run(out, _given({"device": device, "shards": shards})), out)
 
 
 @app.command(
@@ -349,6 +371,7 @@ def extend(
     query: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="Queries, after those that are there.")
     ] = None,
+    shards: _Shards = None,
 ) -> None:
     """Add draws, chains or queries to a run, to the same numbers as if it had had them from the start.
 
@@ -356,11 +379,12 @@ def extend(
     while the chains walk again from the checkpoint; nothing that is recorded is observed again.
     If it is interrupted, [bold]jostle resume[/] goes on.
     """
-    from jostle import requests
+    from jostle import ranks, requests
 
-    changes = _given({"draws": draws, "chains": chains, "query": query or None})
-    if not changes:
+    ranks.join()
+    if draws is None and chains is None and not query:
         raise InputError("extend", got="neither --draws nor --chains nor --query", expected="one of them")
+    changes = _given({"draws": draws, "chains": chains, "query": query or None, "shards": shards})
     _carry_out(requests.of_run(out, changes), out)
 
 
@@ -396,13 +420,20 @@ def check(out: _Out) -> None:
 
 def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run: bool = False) -> None:
     """Sample, and end with a verdict."""
-    from jostle import requests
+    from jostle import ranks, requests
+
+    def say(message: str) -> None:
+        if ranks.leads():
+            _say(message)
 
     def show_plan(lines: list[str]) -> None:
-        typer.echo("\n".join(lines))
+        if ranks.leads():
+            typer.echo("\n".join(lines))
         raise typer.Exit
 
-    finished = requests.carry_out(request, out, say=_say, task=task, dry_run=show_plan if dry_run else None)
+    finished = requests.carry_out(request, out, say=say, task=task, dry_run=show_plan if dry_run else None)
+    if not ranks.leads():
+        return
     from rich.console import Console
 
     from jostle.terminal import print_summary

@@ -27,6 +27,10 @@ class ChainsFailedError(JostleError, RuntimeError):
     """Every chain left the finite numbers, so there is nothing to estimate from."""
 
 
+class RankLostError(JostleError, RuntimeError):
+    """Another of the processes that share the run is gone; this one stopped at a checkpoint."""
+
+
 class JostleWarning(UserWarning):
     """Base of every warning that Jostle gives."""
 

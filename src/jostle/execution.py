@@ -86,7 +86,7 @@ def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
         started = time.perf_counter()
         values += work()
         _wait(dynamics)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(dynamics.model.crew.slowest(time.perf_counter() - started))
     dynamics.advance(group)
     return values, seconds[0], seconds[1]
 

@@ -19,16 +19,18 @@ from torch.func import functional_call, grad, vmap
 
 from jostle.data import Data, map_tensors
 from jostle.losses import Batch, Loss, RightPadded, at_least_float32
+from jostle.ranks import Crew
 from jostle.weights import MovingWeights
 
 Observable = Callable[[nn.Module], Tensor]
 
 
 class ObservedBatch(NamedTuple):
-    """A batch, and which entries of its losses are recorded (flat indices); None where all are."""
+    """A batch, which entries of its losses are recorded (flat indices; None where all are), and how many these are."""
 
     batch: Batch
     entries: Tensor | None
+    columns: int
 
     def recorded(self, losses: Float[Tensor, "sample ..."]) -> Float[Tensor, " column"]:
         """Return the entries that are recorded."""
@@ -42,10 +44,13 @@ class FunctionalModel:
         model: the model, in eval mode.
         moving: which of its weights move.
         bfloat16: compute matrix products in bfloat16 (autocast); weights, losses and sums keep their precision.
+
+    Attributes:
+        crew: the processes that hold the model together; this one alone, unless it is sharded.
     """
 
     def __init__(self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False) -> None:
-        self.model, self.moving = model, moving
+        self.model, self.moving, self.crew = model, moving, Crew()
         self.bfloat16 = bfloat16
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
@@ -100,6 +105,10 @@ class FunctionalModel:
                 value = self.sample_losses(loss, leaf, minibatch(data, chosen)).mean()
                 gradients.append(torch.autograd.grad(value, leaf)[0])
         return torch.stack(gradients)
+
+    def gather(self, flat: Float[Tensor, " weight"]) -> Float[Tensor, " whole_weight"]:
+        """Return a vector whole, for whoever leads the crew to store."""
+        return flat
 
     def free_memory(self) -> None:
         """Give back what is kept for speed alone, when memory has run out."""

@@ -112,8 +112,16 @@ class InPlace(FunctionalModel):
         # Every operation in place counts a tensor's version up: the same weights are written once.
         if self._placed_version != flat._version:
             with torch.no_grad():
-                torch.ops.aten._foreach_copy_(self._parameters, self._placed)
+                torch.ops.aten._foreach_copy_(self._written(), self._placed)
             self._placed_version = flat._version
+
+    def _written(self) -> list[Tensor]:
+        """Where weights are written."""
+        return [*self._parameters]
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Call a function of the model."""
+        return function(self.model, *inputs)
 
     @torch.no_grad()
     def evaluate(
@@ -124,7 +132,7 @@ class InPlace(FunctionalModel):
         for flat in weights:
             self._place(flat)
             with self.precision():
-                values.append(function(self.model, *inputs))
+                values.append(self._run(function, *inputs))
         return torch.stack(values)
 
     @torch.no_grad()

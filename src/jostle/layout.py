@@ -50,6 +50,9 @@ KEPT_STATE_BYTES = 1 << 30
 """Where the chains of a finished run stand is kept up to this size, for those who want more draws of them; without it,
 chains walk again from w* and arrive at the same place."""
 
+VISIBLE_SECONDS = 60.0
+"""How long a network file system may take to show to one machine what another has written."""
+
 
 def place_for(out: str | Path | None, traces: str | None = None) -> Path:
     """Where the run goes; refuses places that cannot hold it or its traces before any work is done for it."""
@@ -95,12 +98,17 @@ def _directory_for(out: str | Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """Be the only writer of a run, and say in one line what its disk refuses; what is recorded by then is whole."""
-    lock = filelock.FileLock(directory / LOCK, timeout=0, fallback_to_soft=False)
+def writing(directory: Path, *, lock: bool = True) -> Iterator[None]:
+    """Be the only writer of a run, and say in one line what its disk refuses; what is recorded by then is whole.
+
+    Of several ranks the first has the lock for all of them.
+    """
     try:
+        if not lock:
+            yield
+            return
         directory.mkdir(parents=True, exist_ok=True)
-        with lock:
+        with filelock.FileLock(directory / LOCK, timeout=0, fallback_to_soft=False):
             yield
     except filelock.Timeout as error:
         raise InputError(
@@ -376,6 +384,19 @@ def create_run(
         if isinstance(place, str) and not isinstance(error, InputError):
             begun.write_text(str(place))  # what was begun there is the next start's to overwrite
         raise
+
+
+def await_run(directory: Path, rank: int) -> None:
+    """Wait until a run that rank 0 has laid out is seen here; refuse a place that other ranks do not see."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not (directory / "manifest.json").is_file():
+        if time.monotonic() > deadline:
+            raise InputError(
+                "out",
+                got=f"{directory}, where rank {rank} on {platform.node()} does not see what rank 0 has written",
+                expected="a directory on a file system that all ranks share",
+            )
+        time.sleep(0.1)
 
 
 def _write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

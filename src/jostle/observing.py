@@ -27,6 +27,9 @@ KEPT_BATCHES = 1 << 30
 CPU_BATCH_SIZE = 256
 """Examples in one forward pass on a CPU, which has nothing to gain from larger ones."""
 
+CREW_BATCH_SIZE = 8
+"""The same on each of several processes that hold one model."""
+
 BATCH_GROWTH, WORTHWHILE_GAIN = 4, 1.05
 """By what factor a batch is grown on a GPU, and how much faster it has to become."""
 
@@ -101,7 +104,7 @@ class Observer:
             what = f"loss on {self._data.name}"
             values = check_losses(model.evaluate(self._loss, center, batch)[0], len(chosen), what)
             entries, counts, places = _real_entries(values, self._loss, batch, self._data.name, chosen)
-            observed = ObservedBatch(batch, entries)
+            observed = ObservedBatch(batch, entries, len(chosen) if entries is None else len(entries))
             self._entries.append(entries)
             losses.append(at_least_float32(observed.recorded(values)))
             lengths.append(counts)
@@ -117,7 +120,10 @@ class Observer:
             batches = self._batches
             if batches is None:
                 pairs = zip(self._indices, self._entries, strict=True)
-                batches = (ObservedBatch(self._data.batch(chosen), entries) for chosen, entries in pairs)
+                batches = (
+                    ObservedBatch(self._data.batch(chosen), entries, len(chosen) if entries is None else len(entries))
+                    for chosen, entries in pairs
+                )
             try:
                 return self._in_order(model.losses(self._loss, weights, batches))
             except torch.OutOfMemoryError:
@@ -148,6 +154,8 @@ def choose_batch_size(model: FunctionalModel, loss: Loss, data: Data, order: np.
 
     Tried on the examples that come last in the order: where that goes by length, the longest.
     """
+    if model.crew.count > 1:  # where one may run out of memory and leave the others waiting
+        return min(CREW_BATCH_SIZE, -(-len(order) // model.crew.count))
     if model.device.type != "cuda":
         return CPU_BATCH_SIZE
     center = model.moving.center[None]

@@ -29,6 +29,10 @@ class Plan:
     model_bytes: int
     chains: int
     chains_at_once: int
+    """On each rank, or crew of them."""
+    crews: int
+    """Ranks, or groups of them that hold one model together."""
+    shards: int
     draws: int
     at_least_draws: int
     thin: int | None
@@ -83,7 +87,9 @@ class Plan:
         """Return the plan in words, given how long a step and an observation take."""
         thin = self.thin or THIN_WHERE_UNKNOWN
         steps = self.burn_in + (self.draws - 1) * thin
-        rounds = -(-self.chains // self.chains_at_once)
+        rounds = -(-self.chains // (self.chains_at_once * self.crews))
+        spread = f", on {self.shards} ranks" if self.shards > 1 else ""
+        each = f" on each of {self.crews} {'crews' if spread else 'ranks'}" if self.crews > 1 else ""
         seconds = rounds * (steps * step_seconds + self.draws * observation_seconds)
         repeated = f", {rounds} times" if rounds > 1 else ""
         chosen = "" if self.thin else f" (a pilot will choose thin; here it is {thin})"
@@ -91,8 +97,8 @@ class Plan:
         where = f" in {self.elsewhere}" if self.elsewhere else ""
         free = "" if self.memory_free is None else f", {_size(self.memory_free)} free"
         return [
-            f"weights that move   {self.moving_weights:,} of a model of {_size(self.model_bytes)}",
-            f"chains              {self.chains}, {self.chains_at_once} at once, {most}{self.draws} draws of each",
+            f"weights that move   {self.moving_weights:,} of a model of {_size(self.model_bytes)}{spread}",
+            f"chains              {self.chains}, {self.chains_at_once} at once{each}, {most}{self.draws} draws of each",
             f"memory for chains   {_size(self.chain_bytes)}{free}",
             f"disk                {most}{_size(self.trace_bytes)} for traces{self._kept}{where}, "
             f"{_size(self.state_bytes)} for the state of the chains, {_size(self.disk_free)} free",
@@ -108,6 +114,7 @@ def make_plan(
     directory: Path,
     *,
     pilot: bool,
+    crews: int,
     keep_weights: bool = False,
     elsewhere: str | None = None,
 ) -> Plan:
@@ -124,18 +131,20 @@ def make_plan(
     traces = config.keep == "traces"
     place = next(parent for parent in (directory, *directory.parents) if parent.exists())
     return Plan(
-        moving_weights=model.moving.total,
+        moving_weights=model.moving.whole.total,
         model_bytes=size_of(model.model),
         chains=config.chains,
         chains_at_once=at_once,
+        crews=crews,
+        shards=model.crew.count,
         draws=config.draws,
         at_least_draws=next_round(config, 0),
         thin=None if pilot else config.thin,
         burn_in=config.burn_in,
         chain_bytes=at_once * (held + 2 * group.weights.nbytes),
-        state_bytes=config.chains * held + (0 if traces else (config.chains + 1) * 8 * scores),
+        state_bytes=config.chains * held * model.crew.count + (0 if traces else (config.chains + 1) * 8 * scores),
         trace_bytes=config.chains * config.draws * columns * item if traces else 0,
-        kept_weight_bytes=config.chains * config.draws * group.weights.nbytes if keep_weights else 0,
+        kept_weight_bytes=config.chains * config.draws * group.weights.nbytes * model.crew.count if keep_weights else 0,
         score_bytes=item * scores,
         written_bytes=_written(directory),
         elsewhere=elsewhere,
@@ -172,7 +181,7 @@ def require_room(model: nn.Module, device: torch.device) -> None:
             "device",
             got=f"{device} with {_size(free)} free, for a model of {_size(size_of(model))}",
             expected="room for it",
-            fix="use a larger GPU, or --device cpu",
+            fix="use a larger GPU, several of them with --shards, or --device cpu",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,11 @@ class Prepared:
     together: Dynamics | None
     at_once: int
 
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """Examples in one forward pass of an observation, by set."""
+        return {name: observer.batch_size for name, observer in self.observers.items()}
+
     def control(self, center_gradient: Tensor) -> None:
         """Give the gradient at w* to those that use it as a control variate."""
         for dynamics in (self.alone, self.together):
@@ -110,6 +116,7 @@ def prepare(
     *,
     batch_sizes: Mapping[str, int | None],
     chains_at_once: int | None,
+    most_at_once: int,
 ) -> Prepared:
     """Evaluate everything at w*, refuse what cannot be sampled, and see which ways there are of running chains.
 
@@ -120,6 +127,7 @@ def prepare(
         data: what it is evaluated on.
         batch_sizes: examples in one forward pass of an observation, by set; None chooses.
         chains_at_once: how many chains are to run side by side; None chooses.
+        most_at_once: how many may, at most.
     """
     loss, driving_loss = functions.loss, functions.driving_loss
     drives_otherwise = functions.potential_loss is not None or data.drawn_from_others
@@ -153,7 +161,7 @@ def prepare(
         )
 
     alone, together = dynamics_of(in_place), None
-    at_once = _most_at_once(config, in_place, observers, chains_at_once)
+    at_once = min(most_at_once, _most_at_once(config, in_place, observers, chains_at_once))
     if at_once > 1:
         reason = side_by_side_failure(
             in_place,
@@ -177,6 +185,16 @@ def check_kinds(
     """Refuse what is not the kind of thing it should be, before it fails somewhere inside."""
     if not isinstance(model, nn.Module):
         raise InputError("model", got=f"a {type(model).__name__}", expected="an instance of torch.nn.Module, at w*")
+    # Both would take the mean of the gradients of different chains, or none at all, without a word.
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise InputError(
+            "model", got="one in DistributedDataParallel", expected="the model in it", fix="pass model.module"
+        )
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # a second to import, and loaded where it is used
+    if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in model.parameters()):
+        raise InputError(
+            "model", got="sharded weights (DTensor)", expected="a model that is whole on every rank", fix="pass shards="
+        )
     for name, function in (("loss", loss), ("potential_loss", potential_loss)):
         if function in FACTORIES:
             raise InputError(name, got=f"losses.{function.__name__} itself", expected="what it returns", fix="call it")
@@ -192,6 +210,17 @@ def check_kinds(
     if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
         got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
         raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
+
+
+def check_sharded(config: Config, *, chains_at_once: int | None, compile: bool | None) -> None:
+    """Refuse what a model that is spread over ranks cannot do."""
+    if getattr(config.sampler, "whole_chain", False):
+        rule = type(config.sampler).__name__
+        raise InputError("shards", got=f"{rule}, which needs all weights at once", expected="another sampler")
+    if chains_at_once not in (None, 1):
+        raise InputError("chains_at_once", got=f"{chains_at_once} with shards", expected="1")
+    if compile:
+        raise InputError("compile", got="True with shards", expected="False")
 
 
 def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:

@@ -79,25 +79,34 @@ def noise(
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
 
-        def fill(row: np.ndarray, chain: int) -> None:
-            counter = _Counter(seed)
-            for name, part in moving.slices.items():
-                counter.at(f"noise/{name}", chain, step).standard_normal(out=row[part], dtype=row.dtype)
+        def fill(row: np.ndarray, chain: int, counter: _Counter) -> None:
+            for (name, part), size, kept in zip(moving.slices.items(), moving.whole.sizes, moving.kept, strict=True):
+                generator = counter.at(f"noise/{name}", chain, step)
+                if size == part.stop - part.start:
+                    generator.standard_normal(out=row[part], dtype=row.dtype)
+                else:  # the numbers of a shard are those that the whole parameter has there
+                    row[part] = generator.standard_normal(size, dtype=row.dtype)[kept]
 
         if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
+            counter = _Counter(seed)
             for row, chain in zip(values, chains, strict=True):
-                fill(row, chain)
+                fill(row, chain, counter)
         else:
-            list(_threads(torch.get_num_threads()).map(fill, values, chains))
+            list(_threads(torch.get_num_threads()).map(fill, values, chains, [_Counter(seed) for _ in chains]))
         yield slice(0, moving.total), torch.from_numpy(values)
         return
     generators = [
         torch.Generator(device).manual_seed(_stream.__wrapped__(f"{seed}/{chain}/{step}/noise") % 2**63)
         for chain in chains
     ]
-    for start in range(0, moving.total, BLOCK):
-        part = slice(start, min(start + BLOCK, moving.total))
-        block = torch.empty(len(chains), part.stop - start, dtype=moving.dtype, device=device)
+    places, given = moving.places(), 0
+    for start in range(0, moving.whole.total, BLOCK):
+        stop = min(start + BLOCK, moving.whole.total)
+        block = torch.empty(len(chains), stop - start, dtype=moving.dtype, device=device)
         for row, generator in zip(block, generators, strict=True):
             row.normal_(generator=generator)
-        yield part, block
+        if moving.whole is not moving:
+            here = [slice(max(place.start, start) - start, min(place.stop, stop) - start) for place in places]
+            block = torch.cat([block[:, part] for part in here if part.start < part.stop], dim=1)
+        yield slice(given, given + block.shape[1]), block
+        given += block.shape[1]

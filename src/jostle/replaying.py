@@ -35,6 +35,7 @@ class Replay:
 
     def __init__(self, dynamics: Dynamics, traces: Traces, *, draws: int, added: Observer, train: Observer) -> None:
         self._dynamics, self._traces, self._added, self._train = dynamics, traces, added, train
+        self.model = dynamics.model
         self._kept = traces.trace("weights") if traces.keeps_weights else None
         config = dataclasses.replace(dynamics.config, draws=draws, until=None, minutes=None)
         # Kept weights are one step apart.
@@ -59,18 +60,17 @@ class Replay:
         draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
         if self._kept is None and draw in (min(1, last), last):
             self._check(group, draw)
-        return {"query": self._added(self._dynamics.model, group.weights)}
+        return {"query": self._added(self.model, group.weights)}
 
     def _read(self, group: Group) -> None:
         if self._kept is not None:
             for row, chain in enumerate(group.chains):
-                group.weights[row].copy_(torch.from_numpy(self._kept[chain, group.step]))
+                group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
 
     def _check(self, group: Group, draw: int) -> None:
         """Refuse a chain that is elsewhere than it was: what is seen there has nothing to do with what is recorded."""
         losses, center = self._traces.losses("train"), self._traces.center_losses("train")
-        model = self._dynamics.model
-        for chain, now in zip(group.chains, self._train(model, group.weights).cpu().numpy(), strict=True):
+        for chain, now in zip(group.chains, self._train(self.model, group.weights).cpu().numpy(), strict=True):
             then = losses[chain, draw]
             off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
             if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):

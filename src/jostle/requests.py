@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from jostle import ranks
 from jostle.calibration import KAPPA, RISE, Calibration, calibrate
 from jostle.config import Config, describe
 from jostle.errors import InputError
@@ -169,7 +170,10 @@ def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     flags = {name: value for name, value in (changes or {}).items() if value is not None}
     if "query" in flags:
         flags["query"] = _more_queries(there["source"], flags["query"])
-    return resolve({"device": manifest.get("device")} | flags, config=out / "config.yaml")
+    device = manifest.get("device")
+    if ranks.several() and device:
+        device = device.partition(":")[0]  # the number is that of rank 0's; every rank has its own
+    return resolve({"device": device} | flags, config=out / "config.yaml")
 
 
 def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
@@ -275,7 +279,7 @@ def carry_out(
         examples=task.examples,
         dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in (*LATER, "compile", "keep_weights", "traces") if name in request},
+        **{name: request[name] for name in (*LATER, "compile", "keep_weights", "shards", "traces") if name in request},
         **options,
     )
     if run.manifest.get("thinning"):
@@ -302,8 +306,10 @@ def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def task_of(request: Mapping[str, Any]) -> Task:
     """Load the model and the data that a request names."""
+    # A model that is to be spread over GPUs comes from the memory of the host.
+    spread = request.get("shards", 1) > 1
     if "task" in request:
-        return from_file(request["task"], request.get("device"))
+        return from_file(request["task"], None if spread else request.get("device"))
     return language_model(
         request["model"],
         train=request["train"],
@@ -311,6 +317,7 @@ def task_of(request: Mapping[str, Any]) -> Task:
         sampling=request.get("sampling"),
         max_length=request.get("max_length"),
         device=request.get("device"),
+        spread=spread,
     )
 
 

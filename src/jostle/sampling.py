@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from jostle.chains import (
     Checkpoints,
     CovarianceRecorder,
     Dynamics,
+    NoRecorder,
     Progress,
     Recorder,
     TraceRecorder,
@@ -36,6 +37,7 @@ from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
 from jostle.layout import (
     ADDING_QUERIES,
+    await_run,
     create_run,
     execution_of,
     finish_run,
@@ -52,7 +54,8 @@ from jostle.losses import classification as classification_loss
 from jostle.observing import Observer
 from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
-from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, prepare
+from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, check_sharded, prepare
+from jostle.ranks import BEAT_SECONDS, Crew, Ranks
 from jostle.replaying import Replay
 from jostle.run import Run, healthy_chains, place_of_traces
 from jostle.samplers import SGLD, Sampler
@@ -93,6 +96,7 @@ def attribute(
     collate: Collate | None = None,
     observation_batch_size: int | None = None,
     chains_at_once: int | None = None,
+    shards: int = 1,
     precision: Precision = "model",
     compile: bool | None = None,
     checkpoint_seconds: float = 60.0,
@@ -107,6 +111,9 @@ def attribute(
     batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
     where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws, or
     with only the first of the queries, these are kept and the rest is added.
+
+    Under torchrun, or in a process group of torch.distributed, every rank makes this call, and the chains are spread
+    over the ranks (docs/many-gpus.md).
 
     Args:
         model: the trained model, at w*, on the device where sampling is to run.
@@ -148,6 +155,8 @@ def attribute(
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers. Default:
             on a GPU, grown until it no longer pays.
         chains_at_once: how many chains move side by side; does not change the numbers. Default: chosen by size.
+        shards: over how many ranks each model is spread (FSDP2), where no GPU has room for it; does not change the
+            numbers. The model stays whole where it is passed, in the memory of the host, say.
         precision: ``"model"`` computes in the precision of the model's own weights; ``"bfloat16"`` has matrix products
             in bfloat16 (autocast), which a GPU does many times faster. Chains, losses and scores are float32 all the
             same.
@@ -169,6 +178,7 @@ def attribute(
         ChainsFailedError: every chain left the finite numbers.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
         StorageError: the directory cannot be written to; what was recorded is kept, and the same call goes on.
+        RankLostError: another rank is gone, after a checkpoint; the same holds.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
     if keep == "covariance" and traces is not None:
@@ -208,29 +218,69 @@ def attribute(
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
         require_whole("chains_at_once", chains_at_once, at_least=1)
+    require_whole("shards", shards, at_least=1)
+    if shards > 1:
+        check_sharded(config, chains_at_once=chains_at_once, compile=compile)
     began = time.perf_counter()
     moving = MovingWeights(model, config.posterior.weights)
     fingerprints = {
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),
     }
-    with eval_mode(model), InPlace(model, moving, bfloat16=precision == "bfloat16") as in_place:
+    bfloat16 = precision == "bfloat16"
+    with (
+        Ranks(shards) as ranks,
+        ranks.watching_the_crew(),
+        eval_mode(model),
+        _functional(model, moving, ranks.crew, bfloat16=bfloat16) as in_place,
+    ):
+        if ranks.count > 1 and (out is None or keep == "covariance"):
+            got = "no place that all ranks see" if out is None else "keep='covariance'"
+            expected = "out=" if out is None else "keep='traces'"
+            raise InputError("ranks", got=f"{ranks.count} with {got}", expected=expected)
         data = DataSets.of(train, query, sampling_data, collate=collate, device=in_place.device)
         check_examples(examples or {}, data.observed)
-        execution = execution_of(directory)
+        execution = _shared(ranks, lambda: execution_of(directory))
+        if shards > 1 and execution:
+            execution = dataclasses.replace(execution, chains_at_once=1, compiled=False)
         batch_sizes = execution.batch_sizes if execution else dict.fromkeys(data.observed, observation_batch_size)
-        prepared = prepare(in_place, config, functions, data, batch_sizes=batch_sizes, chains_at_once=chains_at_once)
+
+        def ready(batch_sizes: Mapping[str, int | None]) -> Prepared:
+            most = execution.chains_at_once if execution else -(-chains // ranks.crews)
+            return prepare(
+                in_place,
+                config,
+                functions,
+                data,
+                batch_sizes=batch_sizes,
+                chains_at_once=1 if shards > 1 else chains_at_once,
+                most_at_once=most,
+            )
+
+        # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
+        prepared = ready(batch_sizes) if ranks.first_crew else None
+        batch_sizes = ranks.share(lambda: prepared.batch_sizes if prepared else {})
+        prepared = prepared or ready(batch_sizes)
         fingerprints |= data.fingerprints()
-        plan = make_plan(config, prepared, directory, pilot=pilot, keep_weights=keep_weights, elsewhere=traces)
+        plan = make_plan(
+            config,
+            prepared,
+            directory,
+            pilot=pilot,
+            crews=ranks.crews,
+            keep_weights=keep_weights,
+            elsewhere=traces,
+        )
         plan.check()
+        _check_ranks(ranks, fingerprints, prepared.at_center, in_place.tolerance)
         if dry_run is not None:
             dry_run(describe_plan(plan, prepared))
         prepared_in = time.perf_counter() - began
 
-        # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
-        with _interruptible() as interrupted, writing(directory):
+        queries = data.observed.get("query")
+
+        def opened() -> dict[str, Any] | None:
             known = {"config": config.fingerprint(), **fingerprints}
-            queries = data.observed.get("query")
             manifest = open_run(
                 directory, known, config, prepared.at_center, in_place.tolerance, queries, keep_weights=keep_weights
             )
@@ -240,18 +290,24 @@ def attribute(
             ):
                 asked = None if queries is None else (known["query"], prepared.observers["query"])
                 go_on(directory, config, source, manifest, asked, examples or {})
+            return manifest
+
+        # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
+        with _interruptible(ranks) as interrupted, writing(directory, lock=ranks.leads):
+            manifest = ranks.share(opened)
             if manifest is None or manifest["status"] != "complete":
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
                     gradient = full_gradient(in_place, functions.driving_loss, data.drawn_from, batch_size)
                     prepared.control(gradient)
-                if execution is None:
-                    execution = _choose(prepared, config, chains_at_once=chains_at_once, compile=compile)
+                execution = execution or _shared(
+                    ranks, lambda: _choose(prepared, config, chains_at_once=chains_at_once, compile=compile)
+                )
                 dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
                 make_ready(execution, dynamics)
                 if manifest is None:
                     thinning = None
-                    if pilot:
+                    if pilot and ranks.first_crew:
                         probes = {
                             name: Observer(in_place, functions.loss, data.observed[name], size, most=PROBED_EXAMPLES)
                             for name, size in execution.batch_sizes.items()
@@ -259,7 +315,8 @@ def attribute(
                         thinning = choose_thin(
                             dynamics, probes, at_once=execution.chains_at_once, interrupted=interrupted
                         )
-                        config = dynamics.config = dataclasses.replace(config, thin=thinning.thin)
+                    thin = ranks.share(lambda: thinning.thin if thinning else config.thin)
+                    config = dynamics.config = dataclasses.replace(config, thin=thin)
                     manifest = new_manifest(fingerprints, config, moving) | {
                         # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
@@ -267,19 +324,25 @@ def attribute(
                         "thinning": thinning and dataclasses.asdict(thinning),
                         **({} if traces is None else {"traces": check_url(traces)}),
                     }
-                    weights = (
-                        (moving.total, np.dtype(str(moving.dtype).removeprefix("torch."))) if keep_weights else None
-                    )
-                    create_run(
-                        directory,
-                        config,
-                        source,
-                        manifest,
-                        prepared.observers,
-                        prepared.at_center,
-                        examples or {},
-                        weights,
-                    )
+                    if ranks.leads:
+                        weights = (moving.total, np.dtype(str(moving.dtype).removeprefix("torch.")))
+                        create_run(
+                            directory,
+                            config,
+                            source,
+                            manifest,
+                            prepared.observers,
+                            prepared.at_center,
+                            examples or {},
+                            weights if keep_weights else None,
+                        )
+                manifest = ranks.share(lambda: manifest)
+                assert manifest is not None
+                await_run(directory, ranks.rank)
+                groups = -(-config.chains // execution.chains_at_once)
+                if ranks.leads and groups < ranks.crews:
+                    idle = (ranks.crews - groups) * shards
+                    log.warning("%d of %d ranks have no chain to run", idle, ranks.count)
                 try:
                     if "replay" in manifest:
                         assert queries is not None
@@ -287,6 +350,7 @@ def attribute(
                         _replay(
                             directory,
                             manifest,
+                            ranks,
                             dynamics,
                             Observer(in_place, functions.loss, added, prepared.observers["query"].batch_size),
                             prepared.observers["train"],
@@ -296,10 +360,12 @@ def attribute(
                             interrupted=interrupted,
                         )
                     if manifest["status"] != ADDING_QUERIES:
-                        with _bar(progress, config, prepared.observers) as report:
+                        own = ranks.chains(config.chains, execution.chains_at_once)
+                        with _bar(progress and ranks.leads, len(own) * config.steps[-1], prepared.observers) as report:
                             _sample(
                                 directory,
                                 manifest,
+                                ranks,
                                 dynamics,
                                 prepared.observers,
                                 at_once=execution.chains_at_once,
@@ -313,26 +379,68 @@ def attribute(
                     raise KeyboardInterrupt(
                         f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
                     ) from error
-                manifest["seconds"]["preparing"] = prepared_in
-                finish_run(directory, config, manifest)
+                if ranks.leads:
+                    manifest["seconds"]["preparing"] = prepared_in
+                    finish_run(directory, config, manifest)
     run = Run(directory)
-    _tell(run)
+    _tell(run, warn=ranks.leads)
     return run
+
+
+def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
+    """The model on this rank, or this rank's part of it."""
+    if crew.count == 1:
+        return InPlace(model, moving, bfloat16=bfloat16)
+    from jostle.sharding import Sharded  # which takes a second to import
+
+    return Sharded(model, moving, crew, bfloat16=bfloat16)
+
+
+def _shared(ranks: Ranks, choose: Callable[[], Execution | None]) -> Any:
+    """What rank 0 has or chooses of how to run, on every rank."""
+
+    def plain() -> dict[str, Any] | None:
+        chosen = choose()
+        return chosen and chosen.to_dict()
+
+    chosen = ranks.share(plain)
+    return chosen and Execution(**chosen)
+
+
+def _check_ranks(
+    ranks: Ranks, fingerprints: Mapping[str, str], at_center: Mapping[str, Tensor], tolerance: float
+) -> None:
+    """Refuse ranks that have other weights, data or functions than rank 0, before anything is written."""
+    norms = {name: float(value.norm()) for name, value in at_center.items()}
+    for rank, (theirs, their_norms) in enumerate(ranks.gather((dict(fingerprints), norms))):
+        for name, ours in fingerprints.items():
+            if theirs[name] != ours:
+                raise InputError(
+                    name, got=f"fingerprint {theirs[name]} on rank {rank}", expected=f"{ours}, as on rank 0"
+                )
+        for name, norm in norms.items():
+            if abs(their_norms[name] - norm) > max(1e-3, tolerance) * norm + 1e-6:
+                raise InputError(
+                    name, got=f"norm {their_norms[name]:.6g} at w* on rank {rank}", expected=f"{norm:.6g}, as on rank 0"
+                )
 
 
 def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, compile: bool | None) -> Execution:
     """How the chains will run: as asked, or as is quickest."""
-    if chains_at_once is not None and prepared.together is not None:
+    if prepared.alone.model.crew.count > 1:
+        execution = Execution()
+    elif chains_at_once is not None and prepared.together is not None:
         execution = Execution(chains_at_once=prepared.at_once)
     else:
         execution = choose(config, prepared.alone, prepared.together, at_once=prepared.at_once, compile=compile)
-    execution.batch_sizes = {name: observer.batch_size for name, observer in prepared.observers.items()}
+    execution.batch_sizes = prepared.batch_sizes
     return execution
 
 
 def _replay(
     directory: Path,
     manifest: dict[str, Any],
+    ranks: Ranks,
     dynamics: Dynamics,
     added: Observer,
     train: Observer,
@@ -348,26 +456,31 @@ def _replay(
     traces = Traces(place_of_traces(directory, manifest), writable=True)
     replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
     failed = {failure["chain"] for failure in manifest["failed_chains"]}
-    with _bar(progress, replay.config, {"query": added}) as report:
+    own = [chain for chain in ranks.chains(there["chains"], at_once) if chain not in failed]
+    with _bar(progress and ranks.leads, len(own) * replay.config.steps[-1], {"query": added}) as report:
         failures, _ = run_chains(
             replay,
-            TraceRecorder(traces, first_column=there["columns"]),
+            TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder(),
             Checkpoints(directory / "replay"),
-            chains=[chain for chain in range(there["chains"]) if chain not in failed],
+            chains=own,
             at_once=at_once,
             checkpoint_seconds=checkpoint_seconds,
             report=report,
             interrupted=interrupted,
         )
-    manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
+    gathered = ranks.gather([dataclasses.asdict(failure) for failure in failures] if ranks.crew.leads else [])
+    manifest["failed_chains"] += [failure for theirs in gathered for failure in theirs]
     del manifest["replay"]
-    shutil.rmtree(directory / "replay", ignore_errors=True)  # before it is said: no later replay may begin with these
-    write_manifest(directory, manifest)
+    if ranks.leads:
+        # Before it is said: no later replay may begin with these.
+        shutil.rmtree(directory / "replay", ignore_errors=True)
+        write_manifest(directory, manifest)
 
 
 def _sample(
     directory: Path,
     manifest: dict[str, Any],
+    ranks: Ranks,
     dynamics: Dynamics,
     observers: Mapping[str, Observer],
     *,
@@ -376,33 +489,51 @@ def _sample(
     report: Callable[[Progress], None],
     interrupted: Callable[[], bool],
 ) -> None:
-    """Run the chains from where they stand to their end, round by round, and put into the manifest what came of it."""
+    """Run the chains from where they stand to their end, round by round, and put into the manifest what came of it.
+
+    Rank 0 decides how long a round is and whether it was the last, and makes room for its draws before anyone writes.
+    """
     config, traces = dynamics.config, None
     recorder: Recorder
     if config.keep == "traces":
         traces = Traces(place_of_traces(directory, manifest), writable=True)
         dynamics.keeps_weights = traces.keeps_weights
-        recorder = TraceRecorder(traces)
+        recorder = TraceRecorder(traces) if ranks.crew.leads else NoRecorder()
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
     before, started = manifest["seconds"]["sampling"], time.perf_counter()
     remarks: list[str] = list(manifest["remarks"])
     whole = manifest.get("recorded", {"chains": 0, "draws": 0})
-    while (draws := next_round(config, manifest["draws"], seconds=manifest["seconds"]["sampling"])) > manifest["draws"]:
+
+    def healthy() -> np.ndarray:
+        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+        return healthy_chains(config.chains, failed, antithetic=config.antithetic)
+
+    def plan() -> tuple[int, list[int]] | None:
+        """At how many draws the next round ends, and which chains have failed; None where there is none."""
+        draws = next_round(config, manifest["draws"], seconds=manifest["seconds"]["sampling"])
+        if manifest.get("reached") or draws <= manifest["draws"] or not len(healthy()):
+            return None
         if traces is not None:
             traces.extend(config.chains, config.steps[:draws])
-        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+        return draws, [failure["chain"] for failure in manifest["failed_chains"]]
+
+    while (planned := ranks.share(plan)) is not None:
+        draws, failed = planned
+        own = [chain for chain in ranks.chains(config.chains, at_once) if chain not in failed]
+        failures: list[dict[str, Any]] = []
+        remarked: list[str] = []
         for chains, first_draw in (
             (range(whole["chains"]), whole["draws"]),
             (range(whole["chains"], config.chains), 0),
         ):
             if first_draw >= draws:
                 continue
-            failures, remarked = run_chains(
+            new_failures, new_remarks = run_chains(
                 dynamics,
                 recorder,
                 Checkpoints(directory / "state"),
-                chains=[chain for chain in chains if chain not in failed],
+                chains=[chain for chain in own if chain in chains],
                 at_once=at_once,
                 draws=draws,
                 first_draw=first_draw,
@@ -410,21 +541,21 @@ def _sample(
                 report=report,
                 interrupted=interrupted,
             )
-            manifest["failed_chains"] += [dataclasses.asdict(failure) for failure in failures]
-            failed |= {failure.chain for failure in failures}
-            remarks += remarked
+            failures += [dataclasses.asdict(failure) for failure in new_failures]
+            remarked += new_remarks
+        gathered = ranks.gather((failures, remarked) if ranks.crew.leads else ([], []))
+        if not ranks.leads:
+            continue
+        failures = [failure for theirs, _ in gathered for failure in theirs]
+        manifest["failed_chains"] += sorted(failures, key=lambda failure: (failure["step"], failure["chain"]))
         manifest["draws"] = draws
         manifest["seconds"]["sampling"] = before + time.perf_counter() - started
-        healthy = healthy_chains(config.chains, failed, antithetic=config.antithetic)
-        if not len(healthy):
-            break
-        if traces is not None and config.until:
-            manifest["measured"] = measure(config, traces, healthy)
+        remarks += [remark for _, theirs in gathered for remark in theirs]
+        if traces is not None and config.until and len(healthy()):
+            manifest["measured"] = measure(config, traces, healthy())
             log.info("%d draws: %s", draws, manifest["measured"])
             manifest["reached"] = reached(config, manifest["measured"])
-            if manifest["reached"]:
-                break
-        if draws < config.draws:
+        if draws < config.draws and not manifest.get("reached") and len(healthy()):
             write_manifest(directory, manifest)
     if getattr(config.sampler, "independent", False) and config.thin > 1:
         rule, wasted = type(config.sampler).__name__, config.thin - 1
@@ -434,7 +565,7 @@ def _sample(
     manifest["remarks"] = list(dict.fromkeys(remarks))
 
 
-def _tell(run: Run) -> None:
+def _tell(run: Run, *, warn: bool) -> None:
     """Warn of failed chains and of what the sampler remarks; raise where no chain is left."""
     failed = run.manifest["failed_chains"]
     if len(failed) == run.config["chains"]:
@@ -443,6 +574,8 @@ def _tell(run: Run) -> None:
             f"all {len(failed)} chains failed, the first at step {first['step']} ({first['reason']}): lower "
             f"step_size or n_beta, or raise localization"
         )
+    if not warn:
+        return
     for failure in failed:
         warnings.warn(
             f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it "
@@ -455,11 +588,15 @@ def _tell(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop between two steps; a second one stops at once."""
+def _interruptible(ranks: Ranks) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop between two steps; a second one stops at once.
+
+    The loss of another rank is such a request, too.
+    """
     asked = threading.Event()
+    ranks.interrupted = asked.is_set
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield lambda: ranks.lost
         return
 
     def ask(number: int, frame: Any) -> None:
@@ -469,14 +606,18 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield lambda: asked.is_set() or ranks.lost
+    except KeyboardInterrupt:
+        if not asked.is_set():  # but another rank of the crew was, or knows of one that is lost
+            ranks.raise_if_lost(within=3 * BEAT_SECONDS)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
+def _bar(show: bool, steps: int, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
     """A progress bar with the mean training loss, beside its value at w*."""
     from rich.console import Console
 
@@ -506,7 +647,7 @@ def _bar(show: bool, config: Config, observers: Mapping[str, Observer]) -> Itera
         TextColumn("{task.fields[loss]}"),
     )
     with RichProgress(*columns, console=console) as bar:
-        task = bar.add_task("", total=config.chains * config.steps[-1], loss=f"loss {center:.4f} at w*")
+        task = bar.add_task("", total=steps, loss=f"loss {center:.4f} at w*")
 
         def report(progress: Progress) -> None:
             if progress.mean_loss is not None:

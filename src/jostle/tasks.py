@@ -43,6 +43,7 @@ def language_model(
     sampling: str | None = None,
     max_length: int | None = None,
     device: str | None = None,
+    spread: bool = False,
 ) -> Task:
     """Load a causal language model and the texts to attribute.
 
@@ -54,13 +55,14 @@ def language_model(
         sampling: what minibatches are drawn from, where it is more than ``train``.
         max_length: cut sequences after so many tokens; the model's context by default.
         device: ``"cuda"``, ``"cpu"``, ...; a GPU where there is one.
+        spread: leave the model in the memory of the host, from where it will be spread over several such devices.
     """
     files = {"train": [train], "query": [query] if isinstance(query, str) else query}
     files |= {} if sampling is None else {"sampling": [sampling]}
     records = {
         name: [record for path in paths for record in read_records(path, name=name)] for name, paths in files.items()
     }
-    network, tokenizer, adapted = _load(model, device)
+    network, tokenizer, adapted = _load(model, device, spread=spread)
     context = getattr(network.config, "max_position_embeddings", None) or getattr(network.config, "n_positions", None)
     if max_length is not None and context is not None and max_length > context:
         raise InputError("max_length", got=max_length, expected=f"at most the model's context of {context} tokens")
@@ -83,7 +85,7 @@ def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
     return [example.sample for example in examples]
 
 
-def _load(name: str, device: str | None) -> tuple[Any, Any, bool]:
+def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, bool]:
     try:
         import transformers
     except ImportError as error:
@@ -113,8 +115,10 @@ def _load(name: str, device: str | None) -> tuple[Any, Any, bool]:
             expected="a directory with a causal language model and its tokenizer, or a hub id",
             fix="without a network, download the model and pass its directory",
         ) from error
-    require_room(network, torch.device(place))
-    return network.to(place), tokenizer, adapter.is_file()
+    if not spread:
+        require_room(network, torch.device(place))
+        network = network.to(place)
+    return network, tokenizer, adapter.is_file()
 
 
 def _load_adapter(name: str, dtype: torch.dtype) -> Any:

@@ -82,7 +82,7 @@ def choose_thin(
 
     def walk(steps: int) -> None:
         for _ in range(steps):
-            if interrupted():
+            if dynamics.model.crew.any(interrupted()):
                 raise KeyboardInterrupt
             dynamics.advance(group)
 
@@ -188,4 +188,4 @@ def _seconds(dynamics: Dynamics, work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     wait()
-    return time.perf_counter() - started
+    return dynamics.model.crew.slowest(time.perf_counter() - started)

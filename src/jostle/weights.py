@@ -16,6 +16,7 @@ Groups are joined by ``+`` and restricted to layers by a prefix: ``attention+mlp
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import functools
@@ -88,18 +89,17 @@ class MovingWeights:
     Attributes:
         dtype: of a chain's state.
         center: w*.
+        whole: all of them, where this is a `shard`; itself otherwise.
+        kept: which part of each parameter is here.
     """
+
+    whole: MovingWeights
 
     def __init__(self, model: nn.Module, selection: WeightSelection) -> None:
         parameters = _select(model, selection)
         self.names = tuple(parameters)
-        self.shapes = tuple(parameter.shape for parameter in parameters.values())
-        self.sizes = tuple(parameter.numel() for parameter in parameters.values())
-        self.total = sum(self.sizes)
-        ends = list(itertools.accumulate(self.sizes))
-        self.slices = {
-            name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)
-        }
+        self._lay_out([parameter.shape for parameter in parameters.values()])
+        self.whole, self.kept = self, tuple(slice(0, size) for size in self.sizes)
         self._dtypes = tuple(parameter.dtype for parameter in parameters.values())
         own = functools.reduce(torch.promote_types, self._dtypes)
         self.dtype = torch.promote_types(torch.float32, own)
@@ -112,6 +112,42 @@ class MovingWeights:
                 expected="finite weights",
                 fix="load a checkpoint from before training diverged",
             )
+
+    def _lay_out(self, shapes: Sequence[torch.Size]) -> None:
+        self.shapes = tuple(shapes)
+        self.sizes = tuple(shape.numel() for shape in shapes)
+        self.total = sum(self.sizes)
+        ends = list(itertools.accumulate(self.sizes))
+        self.slices = {
+            name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)
+        }
+
+    def shard(self, rank: int, count: int) -> MovingWeights:
+        """Return what one of several processes has of them: some rows of each, as `fully_shard` deals them."""
+        part = copy.copy(self)
+        rows = [-(-shape[0] // count) for shape in self.shapes]
+        bounds = [
+            [min(shape[0], each * number) for number in (rank, rank + 1)]
+            for shape, each in zip(self.shapes, rows, strict=True)
+        ]
+        part._lay_out(
+            [torch.Size([last - first, *shape[1:]]) for shape, (first, last) in zip(self.shapes, bounds, strict=True)]
+        )
+        widths = [size // shape[0] for size, shape in zip(self.sizes, self.shapes, strict=True)]
+        part.kept = tuple(
+            slice(first * width, last * width) for (first, last), width in zip(bounds, widths, strict=True)
+        )
+        part.center = part.keep(self.center)
+        return part
+
+    def places(self) -> list[slice]:
+        """Return where what is here stands in the whole vector, a slice for each parameter."""
+        starts = [place.start for place in self.whole.slices.values()]
+        return [slice(start + kept.start, start + kept.stop) for start, kept in zip(starts, self.kept, strict=True)]
+
+    def keep(self, whole: Float[Tensor, " whole_weight"]) -> Float[Tensor, " weight"]:
+        """Return what is here of a whole vector."""
+        return whole if self.whole is self else torch.cat([whole[place] for place in self.places()])
 
     def unflatten(self, flat: Float[Tensor, " weight"]) -> dict[str, Tensor]:
         """Name the slices, in the shape and type in which the model computes with them."""
