@@ -13,6 +13,7 @@ import torch
 
 import jostle
 import jostle.chains
+import test_ranks
 from conftest import Says
 from jostle import layout, randomness
 from jostle.integrity import examine
@@ -258,3 +259,33 @@ def test_a_task_and_kept_weights(tmp_path: Path, says: Says) -> None:
     flip(next(path for path in (tmp_path / "run/traces.zarr/weights/c").rglob("*") if path.is_file()))
     result = jostle_command("check", tmp_path / "run")
     assert (result.exit_code, "damaged chunks weights/c/" in result.stdout) == (4, True)
+
+
+# --- over ranks ---
+
+
+def ask(out: Path, *, queries: int, **settings: Any) -> str:
+    model, train, query = test_ranks.network()
+    asked = tuple(part[:queries] for part in query)
+    run = jostle.attribute(
+        model, train, asked, loss=jostle.losses.regression(), out=out, progress=False, chains=3, draws=6, thin=2,
+        posterior=jostle.Posterior(n_beta=50.0, localization=100.0), sampler=jostle.SGLD(step_size=1e-3),
+        batch_size=8, **settings,
+    )  # fmt: skip
+    return f"{run.traces.columns('query').samples} queries"
+
+
+@pytest.mark.parametrize(("shards", "keep_weights"), [(1, False), (2, True)])
+def test_over_ranks(shards: int, keep_weights: bool, tmp_path: Path) -> None:
+    """Chains spread over two ranks, and a model spread over two, whose weights were kept whole."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    alone: dict[str, Any] = {"chains_at_once": 1, "observation_batch_size": 1}
+    ask(out, queries=4, keep_weights=keep_weights, **alone)
+    several = {"shards": shards, "observation_batch_size": 1}
+    assert test_ranks.end(test_ranks.start(2, out, work=ask, queries=9, **several), out) == ["9 queries"] * 2
+    assert examine(out) == []
+    ask(whole, queries=9, **alone)
+    ours, theirs = jostle.load(out), jostle.load(whole)
+    np.testing.assert_array_equal(losses(ours), losses(theirs))
+    # A sharded model adds up in another order.
+    np.testing.assert_allclose(losses(ours, "query"), losses(theirs, "query"), rtol=0 if shards == 1 else 1e-5)
