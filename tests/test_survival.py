@@ -553,7 +553,7 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "draws: got 5 for" in result.stderr
     assert "expected more, in all" in result.stderr
-    assert "neither --draws nor --chains" in jostle_command("extend", tmp_path / "run").stderr
+    assert "neither --draws nor --chains nor --query" in jostle_command("extend", tmp_path / "run").stderr
 
 
 def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, says: Says) -> None:

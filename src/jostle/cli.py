@@ -217,13 +217,16 @@ _Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequenc
         ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
         ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
         ("torchrun --nproc-per-node 8 -m jostle run runs/g ...", "chains on 8 GPUs"),
+        ("jostle run runs/h ... --traces s3://bucket/runs/h", "traces in an object store, the rest in runs/h"),
     )
 )
 def run(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the run goes.", show_default=False)],
     model: Annotated[str | None, typer.Option(metavar="DIR|ID", help="A causal LM: a directory or a hub id.")] = None,
     train: Annotated[str | None, typer.Option(metavar="FILE", help="Training texts to score.")] = None,
-    query: Annotated[str | None, typer.Option(metavar="FILE", help="Texts or prompt-completion pairs.")] = None,
+    query: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Texts or prompt-completion pairs; of several files, too.")
+    ] = None,
     sampling: Annotated[
         str | None, typer.Option(metavar="FILE", help="What minibatches are drawn from. Default: the training texts.")
     ] = None,
@@ -292,6 +295,12 @@ def run(
     seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
     shards: _Shards = None,
+    traces: Annotated[
+        str | None, typer.Option(metavar="URL", help="A store for the traces, instead of OUT: s3://bucket/prefix.")
+    ] = None,
+    keep_weights: Annotated[
+        bool, typer.Option("--keep-weights", help="Keep the weights of every draw: quicker to add queries to.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
     ] = False,
@@ -301,7 +310,7 @@ def run(
     Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
     The same command, given again, goes on where it was interrupted; with larger [bold]--draws[/] or
-    [bold]--chains[/], it adds to what is there.
+    [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
     """
     given = _given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import ranks, requests
@@ -352,24 +361,31 @@ def resume(
     epilog=_examples(
         ("jostle extend runs/a --draws 400", "400 draws of each chain in all; those that are there stay"),
         ("jostle extend runs/a --chains 8", "8 chains in all"),
+        ("jostle extend runs/a --query more.jsonl", "more queries, at the draws that are there"),
     )
 )
 def extend(
     out: _Out,
     draws: Annotated[int | None, typer.Option(metavar="T", min=1, help="Draws of each chain, in all.")] = None,
     chains: Annotated[int | None, typer.Option(metavar="C", min=1, help="Chains, in all.")] = None,
+    query: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Queries, after those that are there.")
+    ] = None,
     shards: _Shards = None,
 ) -> None:
-    """Add draws or chains to a run, to the same numbers as if it had had them from the start.
+    """Add draws, chains or queries to a run, to the same numbers as if it had had them from the start.
 
+    New queries are observed at the weights that [bold]jostle run --keep-weights[/] kept or, without them,
+    while the chains walk again from the checkpoint; nothing that is recorded is observed again.
     If it is interrupted, [bold]jostle resume[/] goes on.
     """
     from jostle import ranks, requests
 
     ranks.join()
-    if draws is None and chains is None:
-        raise InputError("extend", got="neither --draws nor --chains", expected="one of them")
-    _carry_out(requests.of_run(out, _given({"draws": draws, "chains": chains, "shards": shards})), out)
+    if draws is None and chains is None and not query:
+        raise InputError("extend", got="neither --draws nor --chains nor --query", expected="one of them")
+    changes = _given({"draws": draws, "chains": chains, "query": query or None, "shards": shards})
+    _carry_out(requests.of_run(out, changes), out)
 
 
 @app.command(
@@ -441,7 +457,7 @@ _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
         ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
     )
 )
-@_with_flags_of(run, without=("out", "auto", "dry_run"))
+@_with_flags_of(run, without=("out", "auto", "traces", "keep_weights", "dry_run"))
 def calibrate(
     file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
     rise: Annotated[float | None, typer.Option(metavar="NATS", help=_RISE.removeprefix("With --auto: "))] = None,
@@ -485,7 +501,7 @@ _Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or mor
         ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),
     )
 )
-@_with_flags_of(run, without=("auto", "rise", "kappa", "dry_run"))
+@_with_flags_of(run, without=("auto", "rise", "kappa", "traces", "keep_weights", "dry_run"))
 def sweep(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where runs and figures go.", show_default=False)],
     n_beta: _Values = None,

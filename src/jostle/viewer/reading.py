@@ -22,6 +22,7 @@ from jostle.diagnose import Sample, diagnose, read_sample
 from jostle.errors import EstimateWarning, InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
 from jostle.scores import Scores
+from jostle.stores import Place
 from jostle.traces import Columns, SequenceLosses, Traces
 
 SETS = ("train", "query")
@@ -108,8 +109,8 @@ class Recorded:
 class RecordedTraces(Traces):
     """The traces of a run that is still sampling, up to the draw that enough chains have reached."""
 
-    def __init__(self, path: Path, draws: int) -> None:
-        super().__init__(path)
+    def __init__(self, place: Place, draws: int) -> None:
+        super().__init__(place)
         self._draws = draws
 
     def losses(self, name: str) -> Any:
@@ -143,7 +144,7 @@ class Reading:
                 raise UnreadableError("there are no training losses in traces.zarr")
             self.recorded = np.full(chains, draws) if self.complete else _count_recorded(traces)
             self.chains, self.draws = (healthy, draws) if self.complete else _rectangle(self.recorded)
-            self.traces = RecordedTraces(run.directory / "traces.zarr", self.draws)
+            self.traces = RecordedTraces(traces.place, self.draws)
             self._columns = {name: traces.columns(name) for name in traces.sets}
             if "query" not in self._columns:
                 components = sum(traces.observable(name).shape[2] for name in traces.observables)
