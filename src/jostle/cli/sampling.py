@@ -233,7 +233,7 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
     """Sample, and end with a verdict."""
     from jostle import ranks, requests
 
-    def say(message: str) -> None:
+    def say_once(message: str) -> None:
         if ranks.leads():
             say(message)
 
@@ -242,7 +242,7 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
             typer.echo("\n".join(lines))
         raise typer.Exit
 
-    finished = requests.carry_out(request, out, say=say, task=task, dry_run=show_plan if dry_run else None)
+    finished = requests.carry_out(request, out, say=say_once, task=task, dry_run=show_plan if dry_run else None)
     if not ranks.leads():
         return
     from rich.console import Console
