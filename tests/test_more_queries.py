@@ -51,7 +51,8 @@ def test_more_queries(sampler: str, keep_weights: bool, tmp_path: Path, monkeypa
     seen = observed(monkeypatch)
     run = sample(tmp_path / "run", **settings, **MORE)
     assert seen == []  # nothing that is recorded is looked at again
-    assert steps == (0 if keep_weights else 2 * 11)  # from w* to the last draw, and not farther
+    # From w* to the last draw, and not farther; before that to the second one, to see whether it is the same.
+    assert steps == (0 if keep_weights else 3 + 2 * 11)
     for name in ("train", "query"):
         np.testing.assert_array_equal(losses(run, name), losses(expected, name))
         np.testing.assert_array_equal(run.traces.center_losses(name), expected.traces.center_losses(name))
@@ -175,6 +176,10 @@ def test_what_is_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         sample(tmp_path / "sums", keep="covariance", **MORE)
 
 
+def fail(*_: Any) -> None:
+    raise OSError("the disk is gone")
+
+
 def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
     """Other hardware may draw other noise; what is seen there has nothing to do with what is recorded."""
     sample(tmp_path, **FEW)
@@ -187,6 +192,12 @@ def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(jostle.InputError, match=r"^query: got training losses that are .* draw 1 of chain 0") as caught:
         sample(tmp_path, **MORE)
     says("queries added where chains come by elsewhere", str(caught.value), 2)
+    monkeypatch.undo()
+    assert examine(tmp_path) == []  # what is there is as it was
+    assert losses(jostle.load(tmp_path), "query").shape == (2, 6, 2)
+    monkeypatch.setattr(jostle.chains.TraceRecorder, "flush", fail)
+    with pytest.raises(jostle.errors.StorageError):
+        sample(tmp_path, **MORE)
     monkeypatch.undo()
     assert [finding.kind for finding in examine(tmp_path)] == ["unfinished"]
     with pytest.raises(

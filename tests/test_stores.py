@@ -114,6 +114,13 @@ KILLED = """
 """
 
 
+def test_a_place_with_something_else_is_not_free(server: Server, tmp_path: Path) -> None:
+    server.put("mine/precious.bin", b"1")
+    with pytest.raises(jostle.InputError, match=r"^traces: got s3://bucket/mine, which holds something already"):
+        sample(tmp_path / "run", traces="s3://bucket/mine")
+    assert server.objects("mine") == {"bucket/mine/precious.bin": b"1"}
+
+
 def test_killed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], capture_output=True, text=True,
@@ -226,6 +233,7 @@ def test_no_secret_reaches_a_run_or_a_log(server: Server, tmp_path: Path, caplog
     [
         ("bucket/prefix", r"got bucket/prefix, expected a URL such as s3://"),
         ("s3://", r"got s3://, expected a URL such as s3://"),
+        ("s3://bucket", r"got s3://bucket, expected a URL such as s3://"),
         ("file:///tmp/traces", r"got a file URL, .*; a local run is all in its directory"),
         ("simplecache::s3://bucket/x", r"got simplecache::s3://bucket/x, expected a URL such as s3://"),
     ],

@@ -166,7 +166,7 @@ class Dynamics:
                 assert total is not None
                 return total
             except torch.OutOfMemoryError:
-                if self._pieces >= len(batches[0]):
+                if self._pieces >= len(batches[0]) or self.model.crew.count > 1:
                     raise
             # Only here: an error that is being handled holds on to the memory of what failed.
             self.model.free_memory()
@@ -566,6 +566,8 @@ def run_chains(
                 clock.took(time.monotonic() - started)
             if stop:
                 raise KeyboardInterrupt
+            if not group.chains:  # the last of them has failed, as was noticed just now
+                break
             mean_loss = None
             draw, between = divmod(group.step - config.burn_in, config.thin)
             if group.step >= config.burn_in and between == 0:

@@ -156,7 +156,7 @@ def _check_sums(path: Path, config: dict[str, Any], manifest: dict[str, Any]) ->
 
 def _check_examples(path: Path) -> None:
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().split("\n") if line]
     except ValueError as error:
         raise _damaged(str(path), f"a line that is not JSON ({error})", "one object a line") from error
     if not all(isinstance(line, dict) for line in lines):

@@ -164,8 +164,8 @@ def open_run(
         return None
     manifest = read_manifest(directory)
     more_queries = _has_more_queries(directory, fingerprints, config, manifest, query)
-    for name, ours in fingerprints.items():
-        theirs = manifest["fingerprints"].get(name)
+    for name in manifest["fingerprints"].keys() | fingerprints.keys():
+        theirs, ours = manifest["fingerprints"].get(name), fingerprints.get(name)
         extended = (name == "config" and _extends(config, manifest)) or (name == "query" and more_queries)
         if theirs != ours and not extended:
             difference = _difference(directory, name, config.to_dict())
@@ -320,7 +320,9 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def new_manifest(fingerprints: dict[str, str], config: Config, moving: MovingWeights) -> dict[str, Any]:
+def new_manifest(
+    fingerprints: dict[str, str], config: Config, moving: MovingWeights, device: torch.device
+) -> dict[str, Any]:
     """Return what is known of a run before its first step."""
     return {
         "format": FORMAT,
@@ -329,7 +331,7 @@ def new_manifest(fingerprints: dict[str, str], config: Config, moving: MovingWei
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "platform": platform.platform(),
-        "device": str(moving.center.device),
+        "device": str(device),
         "fingerprints": {"config": config.fingerprint(), **fingerprints},
         "planned": {"chains": config.chains, "draws": config.draws},
         "moving_weights": moving.total,

@@ -59,7 +59,7 @@ class Replay:
         """Return the losses of the queries that were added."""
         draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
         if self._kept is None and draw in (min(1, last), last):
-            self._check(group, draw)
+            _require_same(self._dynamics, self._traces, self._train, group, draw)
         return {"query": self._added(self.model, group.weights)}
 
     def _read(self, group: Group) -> None:
@@ -67,17 +67,31 @@ class Replay:
             for row, chain in enumerate(group.chains):
                 group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
 
-    def _check(self, group: Group, draw: int) -> None:
-        """Refuse a chain that is elsewhere than it was: what is seen there has nothing to do with what is recorded."""
-        losses, center = self._traces.losses("train"), self._traces.center_losses("train")
-        for chain, now in zip(group.chains, self._train(self.model, group.weights).cpu().numpy(), strict=True):
-            then = losses[chain, draw]
-            off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
-            if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):
-                raise InputError(
-                    "query",
-                    got=f"training losses that are {off:.2g} from those recorded at draw {draw} of chain {chain}, "
-                    f"which are {moved:.2g} from those at w*",
-                    expected="chains that come by where they were",
-                    fix="add queries on the hardware and with the versions of the run, or sample with keep_weights",
-                )
+
+def try_replay(dynamics: Dynamics, traces: Traces, train: Observer, *, chains: list[int], draws: int) -> None:
+    """Refuse, before anything is changed, a run whose chains would not come by where they were.
+
+    They walk to their second draw; kept weights need no such trial.
+    """
+    if traces.keeps_weights:
+        return
+    group, config, draw = dynamics.start(chains), dynamics.config, min(1, draws - 1)
+    while group.step < config.burn_in + draw * config.thin:
+        dynamics.advance(group)
+    _require_same(dynamics, traces, train, group, draw)
+
+
+def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Group, draw: int) -> None:
+    """Refuse chains that are elsewhere than they were: what is seen there has nothing to do with what is recorded."""
+    losses, center = traces.losses("train"), traces.center_losses("train")
+    for chain, now in zip(group.chains, train(dynamics.model, group.weights).cpu().numpy(), strict=True):
+        then = losses[chain, draw]
+        off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
+        if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):
+            raise InputError(
+                "query",
+                got=f"training losses that are {off:.2g} from those recorded at draw {draw} of chain {chain}, "
+                f"which are {moved:.2g} from those at w*",
+                expected="chains that come by where they were",
+                fix="add queries on the hardware and with the versions of the run, or sample with keep_weights",
+            )

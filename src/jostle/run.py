@@ -124,7 +124,7 @@ class Run:
     def examples(self, name: str) -> list[dict[str, Any]]:
         """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
         path = self.directory / "examples" / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [json.loads(line) for line in path.read_text().split("\n") if line] if path.is_file() else []
 
     def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
         """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""

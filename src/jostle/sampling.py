@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
 import signal
@@ -55,8 +56,8 @@ from jostle.observing import Observer
 from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, check_sharded, prepare
-from jostle.ranks import BEAT_SECONDS, Crew, Ranks
-from jostle.replaying import Replay
+from jostle.ranks import BEAT_SECONDS, Crew, EnoughError, Ranks
+from jostle.replaying import Replay, try_replay
 from jostle.run import Run, healthy_chains, place_of_traces
 from jostle.samplers import SGLD, Sampler
 from jostle.stopping import measure, next_round, reached
@@ -229,6 +230,7 @@ def attribute(
     }
     bfloat16 = precision == "bfloat16"
     with (
+        _unwrapping_enough(),
         Ranks(shards) as ranks,
         ranks.watching_the_crew(),
         eval_mode(model),
@@ -272,30 +274,35 @@ def attribute(
             elsewhere=traces,
         )
         plan.check()
-        _check_ranks(ranks, fingerprints, prepared.at_center, in_place.tolerance)
+        known = {"config": config.fingerprint(), **fingerprints}
+        _check_ranks(ranks, known, prepared.at_center, in_place.tolerance)
         if dry_run is not None:
-            dry_run(describe_plan(plan, prepared))
+            try:
+                dry_run(describe_plan(plan, prepared))
+            except Exception as error:
+                raise EnoughError from error
         prepared_in = time.perf_counter() - began
-
         queries = data.observed.get("query")
 
         def opened() -> dict[str, Any] | None:
-            known = {"config": config.fingerprint(), **fingerprints}
-            manifest = open_run(
+            return open_run(
                 directory, known, config, prepared.at_center, in_place.tolerance, queries, keep_weights=keep_weights
             )
-            if manifest is not None and (
-                manifest["status"] != "complete"
-                or any(manifest["fingerprints"].get(name) != known.get(name) for name in ("config", "query"))
-            ):
-                asked = None if queries is None else (known["query"], prepared.observers["query"])
-                go_on(directory, config, source, manifest, asked, examples or {})
+
+        def continued(manifest: dict[str, Any]) -> dict[str, Any]:
+            asked = None if queries is None else (known["query"], prepared.observers["query"])
+            go_on(directory, config, source, manifest, asked, examples or {})
             return manifest
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
-        with _interruptible(ranks) as interrupted, writing(directory, lock=ranks.leads):
+        with (
+            _interruptible(ranks) as interrupted,
+            ranks.watching_the_crew(),
+            writing(directory, lock=ranks.leads),
+        ):
             manifest = ranks.share(opened)
-            if manifest is None or manifest["status"] != "complete":
+            changed = manifest and [name for name, ours in known.items() if manifest["fingerprints"].get(name) != ours]
+            if manifest is None or manifest["status"] != "complete" or changed:
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
                     gradient = full_gradient(in_place, functions.driving_loss, data.drawn_from, batch_size)
@@ -305,7 +312,16 @@ def attribute(
                 )
                 dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
                 make_ready(execution, dynamics)
-                if manifest is None:
+                if manifest is not None:
+                    if "query" in (changed or ()) and ranks.first_crew:
+                        traces_there = Traces(place_of_traces(directory, manifest))
+                        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+                        healthy = [chain for chain in range(manifest["planned"]["chains"]) if chain not in failed]
+                        first = healthy[: execution.chains_at_once]
+                        train_observer = prepared.observers["train"]
+                        try_replay(dynamics, traces_there, train_observer, chains=first, draws=manifest["draws"])
+                    manifest = ranks.share(functools.partial(continued, manifest))
+                else:
                     thinning = None
                     if pilot and ranks.first_crew:
                         probes = {
@@ -317,7 +333,7 @@ def attribute(
                         )
                     thin = ranks.share(lambda: thinning.thin if thinning else config.thin)
                     config = dynamics.config = dataclasses.replace(config, thin=thin)
-                    manifest = new_manifest(fingerprints, config, moving) | {
+                    manifest = new_manifest(fingerprints, config, moving, in_place.device) | {
                         # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
                         "execution": execution.to_dict(),
@@ -385,6 +401,15 @@ def attribute(
     run = Run(directory)
     _tell(run, warn=ranks.leads)
     return run
+
+
+@contextlib.contextmanager
+def _unwrapping_enough() -> Iterator[None]:
+    """Raise what a caller raised to have no more than the plan, once every rank has left in peace."""
+    try:
+        yield
+    except EnoughError as enough:
+        raise enough.__cause__ or enough from None
 
 
 def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:

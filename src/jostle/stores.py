@@ -13,6 +13,9 @@ import zarr.errors
 
 from jostle.errors import InputError, StorageError
 
+_PREFIX = re.compile(r"[^/]+/.+")
+"""A bucket, and a place in it."""
+
 Place = Path | str
 """A directory, or the URL of a store elsewhere (``s3://bucket/prefix``), by whatever file systems fsspec has."""
 
@@ -22,7 +25,7 @@ def check_url(url: str) -> str:
     url = str(url)
     scheme, _, rest = url.partition("://")
     expected = "a URL such as s3://bucket/prefix"
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or "::" in url:
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not _PREFIX.fullmatch(rest.strip("/")) or "::" in url:
         raise InputError("traces", got=_without_secrets(url), expected=expected)
     if scheme in ("file", "local", "reference"):
         raise InputError("traces", got=f"a {scheme} URL", expected=expected, fix="a local run is all in its directory")
@@ -39,11 +42,14 @@ def check_url(url: str) -> str:
 
 def require_free(url: str) -> None:
     """Refuse a place elsewhere that cannot be reached, or holds something already."""
+    import fsspec
+
     with reaching(url):
         try:
-            zarr.open_group(url, mode="r", **options(url))
-        except zarr.errors.GroupNotFoundError:
-            return
+            # Not a Zarr group alone: a layout that is cut off is cleared away with everything under its prefix.
+            system, path = fsspec.core.url_to_fs(url, **options(url)["storage_options"])
+            if not system.exists(path) or not system.find(path):
+                return
         except (ImportError, ValueError) as error:
             extra = "pip install 'jostle[s3]'" if url.startswith("s3") else "install the package that fsspec names"
             raise InputError(
