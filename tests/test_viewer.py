@@ -301,6 +301,17 @@ def test_the_focus_stays_while_a_run_samples(tmp_path: Path, page: Any) -> None:
         assert page.evaluate("[document.activeElement.place, document.activeElement.position]") == before
 
 
+def test_scores_that_cannot_be_relied_on_say_so_everywhere(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run", draws=6)
+    level = Run(run).diagnostics()["verdict"]["level"]
+    assert level != "good"
+    with served(run) as address:
+        page.goto(address + "#view=tokens")
+        page.wait_for_selector(f"header .badge.{level}")
+        page.locator(f"header .badge.{level}").click()
+        page.wait_for_selector(f".health-view[data-ready] .verdict.{level}")
+
+
 def test_a_damaged_run_says_so_on_the_page(tmp_path: Path, page: Any) -> None:
     run = token_run(tmp_path / "run")
     (run / "manifest.json").write_text('{"format": 2}')

@@ -467,14 +467,8 @@ def execution_of(directory: Path) -> Execution | None:
 
 
 def thin_of(directory: Path) -> int:
-    """The steps between draws that were chosen for the run in a directory; 1 where there is none yet."""
-    if not (directory / "manifest.json").is_file():
-        return 1
-    chosen = read_manifest(directory).get("thinning")
-    if chosen is None:
-        there = read_config(directory)["thin"]
-        raise InputError("thin", got=f"'auto' for {directory}, a run begun with {there}", expected=str(there))
-    return chosen["thin"]
+    """The steps between draws of the run in a directory, whoever chose them; 1 where there is none yet."""
+    return read_config(directory)["thin"] if (directory / "manifest.json").is_file() else 1
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import functools
 import logging
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -67,6 +68,9 @@ from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
+
+SECONDS_BETWEEN_LINES = 60.0
+"""How often a log is told of progress."""
 
 
 def attribute(
@@ -164,7 +168,7 @@ def attribute(
         compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
             where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
-        progress: show a progress bar, where stderr is a terminal or a notebook.
+        progress: show a progress bar where stderr is a terminal or a notebook, and a line a minute elsewhere.
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
@@ -643,16 +647,18 @@ def _interruptible(ranks: Ranks) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _bar(show: bool, steps: int, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar with the mean training loss, beside its value at w*."""
+    """A progress bar with the mean training loss, beside its value at w*; in a log, a line a minute."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not (show and (console.is_terminal or console.is_jupyter)):
+    if not show:
         yield lambda progress: None
+        return
+    if not (console.is_terminal or console.is_jupyter):
+        yield _minutely(steps)
         return
     from rich.progress import (
         BarColumn,
-        MofNCompleteColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
@@ -661,22 +667,37 @@ def _bar(show: bool, steps: int, observers: Mapping[str, Observer]) -> Iterator[
 
     center = float(next(iter(observers.values())).center_losses.mean())
     columns = (
-        TextColumn("sampling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps,"),
+        BarColumn(10),  # all of it fits into 80 columns
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
         TimeElapsedColumn(),
-        TextColumn("gone,"),
+        TextColumn("gone"),
         TimeRemainingColumn(),
-        TextColumn("left,"),
+        TextColumn("left"),
         TextColumn("{task.fields[loss]}"),
     )
     with RichProgress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps, loss=f"loss {center:.4f} at w*")
+        task = bar.add_task("", total=steps, loss=f"loss {center:.4g} at w*")
 
         def report(progress: Progress) -> None:
             if progress.mean_loss is not None:
-                bar.update(task, loss=f"loss {progress.mean_loss:.4f} ({center:.4f} at w*)")
+                bar.update(task, loss=f"loss {progress.mean_loss:.4g} ({center:.4g} at w*)")
             bar.update(task, completed=progress.steps_done)
 
         yield report
+
+
+def _minutely(steps: int) -> Callable[[Progress], None]:
+    """Say once a minute, on stderr, how far the chains have come."""
+    began = last = time.monotonic()
+    first: int | None = None
+
+    def report(progress: Progress) -> None:
+        nonlocal last, first
+        now, first = time.monotonic(), progress.steps_done if first is None else first
+        if now - last >= SECONDS_BETWEEN_LINES and progress.steps_done > first:
+            last = now
+            left = (steps - progress.steps_done) * (now - began) / (progress.steps_done - first)
+            done = f"{progress.steps_done:,} of {steps:,} steps"
+            print(f"jostle: {done}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+    return report

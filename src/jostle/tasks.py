@@ -152,7 +152,8 @@ def from_file(reference: str, device: str | None = None) -> Task:
     """
     path, _, name = reference.partition(":")
     if not Path(path).is_file():
-        raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION")
+        fix = "a run whose file has moved goes on by jostle run OUT --task NEW.py:FUNCTION"
+        raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION", fix=fix)
     spec = importlib.util.spec_from_file_location("jostle_task", path)
     if spec is None or spec.loader is None:
         raise InputError("task", got=path, expected="a Python file")

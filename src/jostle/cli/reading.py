@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jostle.cli.shell import Normalize, Out, Query, Reduction, app, examples
+from jostle.cli.shell import Normalize, Out, Query, Reduction, app, examples, say
 from jostle.errors import InputError
+
+if TYPE_CHECKING:
+    from jostle.run import Run
+
+
+def _warn(run: Run) -> None:
+    """Say of scores that cannot be relied on that they cannot."""
+    if run.config["keep"] == "traces":
+        verdict = run.diagnostics()["verdict"]
+        if verdict["level"] == "unreliable":
+            say(f"warning: {verdict['summary']}")
 
 
 @app.command(
@@ -43,6 +54,7 @@ def top(
         standard_error=standard_error,
     )
     ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
+    _warn(opened)
     if not as_json:
         print_ranking(Console(highlight=False), ranking, train, queries)
         return

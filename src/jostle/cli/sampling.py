@@ -133,8 +133,6 @@ def run(
         raise InputError("shards", got="--auto", expected="the config of jostle calibrate", fix="--config FILE")
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
-    if begun and given.get("thin") == "auto":
-        del given["thin"]
     request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
     loaded = None
 

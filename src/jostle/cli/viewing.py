@@ -89,6 +89,8 @@ def report(
     from jostle.viewer.reading import Reading, UnreadableError
     from jostle.viewer.sources import open_sources
 
+    if output.suffix not in (".html", ".png", ".svg", ".pdf"):
+        raise InputError("output", got=str(output), expected="a name ending in .html, .png, .svg or .pdf")
     sources = open_sources(runs, Run)
     try:
         if output.suffix == ".html":

@@ -42,6 +42,7 @@ class App {
     this.runs = [];
     this.examplesOf = new Map();
     this.views = new Map();
+    this.verdicts = new Map();
     this.main = document.getElementById("main");
     this.header = document.getElementById("header");
     this.state = this.readAddress();
@@ -183,6 +184,17 @@ class App {
       view.element.prepend(trouble(error.message));
     }
     this.main.dataset.view = name;
+    await this.judge(run);
+  }
+
+  // Scores that cannot be relied on say so on every page, and not under Health alone.
+  async judge(run) {
+    const key = `${run.run} ${run.draws}`;
+    if (run.status === undefined || this.verdicts.has(key)) return;
+    this.verdicts.set(key, null);
+    const { diagnostics } = await ask("health", { run: run.run }).catch(() => ({}));
+    this.verdicts.set(key, diagnostics?.verdict.level ?? null);
+    if (this.run === run) this.renderHeader();
   }
 
   renderHeader() {
@@ -209,6 +221,10 @@ class App {
     parts.push(element("nav", { "aria-label": "Views" }, tabs));
     if (run.status && run.status !== "complete") {
       parts.push(element("span", { class: "badge sampling" }, `still sampling: ${plural(run.draws, "draw")} of ${plural(run.chains, "chain")}`));
+    }
+    const level = this.verdicts.get(`${run.run} ${run.draws}`);
+    if (level && level !== "good") {
+      parts.push(element("button", { type: "button", class: `badge ${level}`, onclick: () => this.go({ view: "health" }, { remember: true }) }, level));
     }
     const copy = element("button", { type: "button", class: "plain", onclick: () => this.copyLink(copy) }, "Copy link");
     parts.push(

@@ -31,7 +31,7 @@ export function compact(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−");
-  return Number(value.toPrecision(4)).toLocaleString("en").replace("-", "−");
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 }).replace("-", "−");
 }
 
 export function duration(seconds) {

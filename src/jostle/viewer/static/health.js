@@ -55,8 +55,9 @@ function verdict({ diagnostics, progress: now }) {
     { class: `card verdict ${level}`, "aria-label": "Verdict" },
     element("h2", {}, now ? `So far: ${level}` : level[0].toUpperCase() + level.slice(1)),
     element("p", { class: "summary" }, summary.slice(colon + 2)),
+    // The first of several reasons may be all of the summary.
     reasons.length > 1
-      ? element("ul", {}, reasons.map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
+      ? element("ul", {}, reasons.filter((reason) => !summary.includes(reason.finding)).map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
       : null,
     diagnostics.failed_chains.length
       ? element("p", {}, element("b", {}, "Failed: "), diagnostics.failed_chains.map((one) => `chain ${one.chain} at step ${one.step} (${one.reason})`).join("; "))
