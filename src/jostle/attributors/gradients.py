@@ -81,6 +81,23 @@ def gradient_similarity(
     )
 
 
+def gradient_self_influence(
+    model: nn.Module,
+    train: Any,
+    *,
+    loss: Loss | None = None,
+    weights: WeightSelection = "all",
+    collate: Collate | None = None,
+) -> Float[np.ndarray, " train"]:
+    """−‖gᵢ‖² of every training example: the diagonal of `gradient_similarity` of the training set on itself."""
+    moving = MovingWeights(model, weights)
+    with eval_mode(model), InPlace(model, moving) as in_place:
+        data = Data(train, "train", collate=collate, device=in_place.device)
+        gradients = PerExample(in_place, loss or classification_loss())
+        squares = [part.square().sum(1) for _, part in gradients(data, range(len(data)), False)]
+        return -torch.cat(squares).float().cpu().numpy()
+
+
 class PerExample:
     """Gradients of single examples, several at once through `vmap` where the model allows it."""
 
