@@ -332,7 +332,8 @@ def test_ekfac_self_influence_is_the_diagonal(tmp_path: Path) -> None:
     np.testing.assert_allclose(alone, np.diag(pairs), rtol=1e-3)
     # The factors of something else are refused.
     other = copy.deepcopy(model)
-    other[0].bias.data += 1
+    for parameter in other.parameters():
+        parameter.data.add_(1)
     for words, given, data in (("weights is", other, train), ("fit_data is", model, examples(25, 3))):
         with pytest.raises(jostle.InputError, match=f"EK-FAC factors whose {words} \\w+, expected \\w+"):
             ekfac_self_influence(given, data, directory=tmp_path)
