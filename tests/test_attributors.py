@@ -324,6 +324,20 @@ def test_gradient_self_influence_is_the_diagonal() -> None:
     np.testing.assert_allclose(gradient_self_influence(language, sequences, **attention), np.diag(dots), rtol=1e-4)
 
 
+def test_gradients_of_a_model_in_half_precision() -> None:
+    """They are the model's own, but their products are not rounded to three digits."""
+    model, train = classifier().bfloat16(), (examples(6, 1)[0].bfloat16(), examples(6, 1)[1])
+    losses = list(jostle.losses.classification()(model, train))
+    rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    by_hand = np.stack([torch.cat([part.reshape(-1) for part in row]).double().numpy() for row in rows])
+    # One example at a time the model itself rounds in other places than in a batch.
+    np.testing.assert_allclose(gradient_self_influence(model, train), -(by_hand**2).sum(1), rtol=2e-2)
+    found = gradient_similarity(model, train, train).values
+    np.testing.assert_allclose(np.diag(found), gradient_self_influence(model, train), rtol=1e-5)
+    assert not torch.equal(torch.tensor(found), torch.tensor(found).bfloat16().float())
+    assert np.isfinite(trak(model, train, train, dimension=2).values).all()
+
+
 @kronfluence
 def test_ekfac_self_influence_is_the_diagonal(tmp_path: Path) -> None:
     model, train = nn.Sequential(nn.Linear(5, 3)), examples(25, 1)
