@@ -560,7 +560,8 @@ def test_the_command_on_removals(place: Path) -> None:
 def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "constant.npy", np.ones((40, 12)))
     np.save(tmp_path / "flat.npy", np.ones(40))
-    (tmp_path / "broken.npy").write_text("no numbers")
+    for name in ("broken.npy", "broken.safetensors"):
+        (tmp_path / name).write_text("no numbers")
     exact = place / "exact.safetensors"
     for arguments, words in (
         ([place / "run"], "no readable bank.json"),
@@ -568,6 +569,7 @@ def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path:
         ([place / "bank", tmp_path / "constant.npy"], "the same score for every training example"),
         ([place / "bank", tmp_path / "flat.npy"], "got 40 numbers, expected 40 train × 12 query"),
         ([place / "bank", tmp_path / "broken.npy"], "which cannot be read"),
+        ([place / "bank", tmp_path / "broken.safetensors"], "which cannot be read"),
         ([place / "bank", exact, exact], "two methods called 'exact'"),
         ([place / "bank", f"random={exact}"], "a method called 'random'"),
         ([place / "bank", "--figure", "a.txt"], "a name ending in .png, .svg, .pdf"),
