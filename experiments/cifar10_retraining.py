@@ -54,7 +54,7 @@ BIF: dict[str, dict[str, Any]] = {
     "as in the paper": {**PAPER, "thin": 1},
     "10 steps between draws": {**PAPER, "thin": 10, "burn_in": 100},
     "no gradient": {
-        "n_beta": 0.0, "localization": 1e4, "sampler": "gaussian", "chains": 4, "draws": 100, "thin": 1,
+        "n_beta": 0.0, "localization": 1e4, "sampler": "gaussian", "chains": 4, "draws": 100, "burn_in": 1, "thin": 1,
         "batch_size": 1_024,
     },
 }  # fmt: skip

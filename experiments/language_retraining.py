@@ -58,7 +58,7 @@ BIF: dict[str, dict[str, Any]] = {
         "batch_size": 32,
     },
     "no gradient": {
-        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "thin": 1,
+        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "burn_in": 1, "thin": 1,
         "batch_size": 32,
     },
 }  # fmt: skip
@@ -112,7 +112,7 @@ def sweep() -> dict[str, dict[str, Any]]:
     return {
         f"sweep n_beta {n_beta:g} localization {localization:g}": {
             "n_beta": n_beta, "localization": localization, "chains": 4, "draws": 75, "batch_size": 32,
-            **({"sampler": "gaussian", "thin": 1} if n_beta == 0 else
+            **({"sampler": "gaussian", "burn_in": 1, "thin": 1} if n_beta == 0 else
                {"step_size": 0.2 / (localization + 100 * n_beta), "thin": 10, "burn_in": 50}),
         }
         for n_beta, localization in grid
