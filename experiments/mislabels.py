@@ -174,7 +174,7 @@ def draw(
         curves.plot(INSPECTED, np.minimum(INSPECTED / share, 1), color="black", linewidth=0.8, label="perfect")
         curves.set(xlabel="share of the training set inspected", ylabel="share of the wrong labels found")
         curves.set_title(f"{noise}: {share:.0%} of {models[next(iter(seeds))]['images']:,} labels wrong")
-        curves.legend(frameon=False, fontsize=8)
+        curves.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         bars.set_yticks(range(len(names)), names)
         bars.invert_yaxis()
         bars.axvline(0.5, color="black", linewidth=0.8)
