@@ -165,20 +165,22 @@ def draw(
             colour = "#999999" if name == "random" else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
             style = ("-", "--", ":")[index // len(CHAIN_COLOURS) % 3]
             curve = np.mean([one["found"] for one in found], axis=0)
-            curves.plot(INSPECTED, curve, color=colour, linestyle=style, label=name)
+            curves.plot(INSPECTED, curve, color=colour, linestyle=style)
             aurocs = [one["auroc"] for one in found]
             alone = found[0]["standard_error"]
             error = np.std(aurocs, ddof=1) / np.sqrt(len(aurocs)) if len(aurocs) > 1 else alone
-            bars.errorbar(np.mean(aurocs), index, xerr=1.96 * error, fmt="o", color=colour, capsize=3)
+            # Drawn as the curve is, so that these are its legend, too.
+            middle, half = np.mean(aurocs), 1.96 * error
+            bars.plot([middle - half, middle, middle + half], 3 * [index], color=colour, linestyle=style, marker="|")
+            bars.plot(middle, index, color=colour, marker="o")
         share = np.mean([models[key]["wrong_labels"] / models[key]["images"] for key in seeds])
-        curves.plot(INSPECTED, np.minimum(INSPECTED / share, 1), color="black", linewidth=0.8, label="perfect")
+        curves.plot(INSPECTED, np.minimum(INSPECTED / share, 1), color="black", linewidth=0.8)
         curves.set(xlabel="share of the training set inspected", ylabel="share of the wrong labels found")
         curves.set_title(f"{noise}: {share:.0%} of {models[next(iter(seeds))]['images']:,} labels wrong")
-        curves.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         bars.set_yticks(range(len(names)), names)
         bars.invert_yaxis()
         bars.axvline(0.5, color="black", linewidth=0.8)
-        bars.set_title("AUROC, ± 95 %")
+        bars.set_title("AUROC, ± 95 %; lines as on the left")
         for panel in (curves, bars):
             panel.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
