@@ -43,18 +43,17 @@ def evaluate(
     """
     import json
 
-    import numpy as np
     from rich.console import Console
 
     from jostle import plots
     from jostle.evaluate import Bank, compare
-    from jostle.evaluate.report import read_scores
+    from jostle.evaluate.report import read_array, read_scores
     from jostle.terminal import print_report
 
     if figure is not None:
         plots.check(figure)
     opened = Bank(bank)
-    wrong = None if mislabelled is None else np.load(mislabelled)
+    wrong = None if mislabelled is None else read_array(mislabelled)
     read, seconds, detections, texts = read_scores(scores or [], wrong)
     report = compare(
         opened, read, texts=texts, controls=controls, seconds=seconds, mislabels=detections, bootstrap=bootstrap
