@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint
+.PHONY: help demo test lint audit
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ lint: $(INSTALLED) ## Check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+audit: $(INSTALLED) ## Ask whether a pinned dependency has a known vulnerability
+	$(BIN)/python .ci/audit.py
 
 # The stamp is written last, so an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt

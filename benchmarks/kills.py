@@ -3,12 +3,14 @@
     python -m benchmarks.kills --kills 100 --record benchmarks/records/kills.json
 
 A kill comes at a moment drawn evenly from all of a run's time from the making of its directory to its end: while it
-is laid out, sampled, checkpointed (after every step, or every few), extended by draws and a chain, and finished.
+is laid out, sampled, checkpointed (after every step, or every few), extended by draws and a chain, then by queries, and
+finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -28,26 +30,23 @@ from jostle.integrity import examine
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 4, generator=GENERATOR), torch.arange(24) % 3
-SHORT: dict[str, Any] = {"chains": 2, "draws": 8}
-LONG: dict[str, Any] = {"chains": 3, "draws": 14}
+SHORT: dict[str, Any] = {"chains": 2, "draws": 8, "query": (X[:5], Y[:5])}
+LONG: dict[str, Any] = SHORT | {"chains": 3, "draws": 14}
+WIDE: dict[str, Any] = LONG | {"query": (X[:9], Y[:9])}
 
 
 def sample(out: Path, *, checkpoint_seconds: float, extend: bool) -> None:
     """Sample or, where some is there, go on; then ask for more of it."""
-    for size in (SHORT, LONG) if extend and not _beyond_short(out) else (LONG,) if extend else (SHORT,):
+    for asked in (SHORT, LONG, WIDE) if extend else (SHORT,):
         torch.manual_seed(0)
-        jostle.attribute(
-            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (X, Y), (X[:5], Y[:5]), **size, thin=2,
-            burn_in=2, batch_size=6, posterior=jostle.Posterior(n_beta=20, localization=100), out=out,
-            sampler=jostle.SGNHT(step_size=1e-3), chains_at_once=1, checkpoint_seconds=checkpoint_seconds,
-            progress=False,
-        )  # fmt: skip
-
-
-def _beyond_short(out: Path) -> bool:
-    """Whether the extension has begun: with fewer draws the run would be refused."""
-    manifest = out / "manifest.json"
-    return manifest.exists() and json.loads(manifest.read_text())["planned"] == LONG
+        # Whoever has more already refuses less of it.
+        with contextlib.suppress(*([jostle.InputError] if extend and asked is not WIDE else [])):
+            jostle.attribute(
+                nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (X, Y), **asked, thin=2, burn_in=2,
+                batch_size=6, posterior=jostle.Posterior(n_beta=20, localization=100), out=out,
+                sampler=jostle.SGNHT(step_size=1e-3), chains_at_once=1, observation_batch_size=1,
+                checkpoint_seconds=checkpoint_seconds, progress=False,
+            )  # fmt: skip
 
 
 def in_a_child(work: Any) -> int:
@@ -88,8 +87,10 @@ def moment(out: Path) -> str:
     if list(out.rglob("*.partial")):
         return "amid a write"
     if manifest["status"] == "complete":
-        return "finished, not extended"
-    return "extending" if manifest["planned"] == LONG else "sampling"
+        return "finished, or not yet extended"
+    if "replay" in manifest:
+        return "adding queries"
+    return "extending" if manifest["planned"]["draws"] == LONG["draws"] else "sampling"
 
 
 def main() -> None:

@@ -21,30 +21,10 @@ import torch
 from benchmarks.environment import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from viewing import CHROMIUM, answers_for, served, words, write_run
+from viewing import CHROMIUM, CLICK, answers_for, served, words, write_run
 
 RECORD = Path(__file__).parent / "records" / "viewer.json"
 LENGTH, CHAINS, CLICKS = 125, 4, 24
-
-# What a person would see: from the press of the button until the browser has painted the new colours.
-CLICK = """
-async (position) => {
-  const view = document.querySelector(".tokens-view");
-  const token = document.querySelectorAll(".query-pane > .text .token")[position];
-  const done = new Promise((resolve) => {
-    const observer = new MutationObserver(() => {
-      if (view.getAttribute("aria-busy") === "false") { observer.disconnect(); resolve(); }
-    });
-    observer.observe(view, { attributes: true });
-  });
-  const start = performance.now();
-  token.dispatchEvent(new PointerEvent("pointerdown", { bubbles: true, button: 0 }));
-  window.dispatchEvent(new PointerEvent("pointerup"));
-  await done;
-  await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
-  return performance.now() - start;
-}
-"""
 
 
 def main() -> None:

@@ -24,11 +24,13 @@ from playwright.sync_api import Browser, sync_playwright
 import jostle
 from jostle.demo import images, language
 from jostle.run import Run
-from jostle.viewer.answers import Answers, open_sources
+from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
+from jostle.viewer.sources import open_sources
 
 IMAGES = Path(__file__).parent / "images"
-WIDTHS = {"wide": (1280, 860), "narrow": (390, 844)}
+SIZES = {"wide": (1280, 1000), "narrow": (390, 1690)}
+"""Of a picture, at most: two screens of a phone."""
 
 OPENINGS = {
     "dog": "Once upon a time, there was a little dog named",
@@ -43,13 +45,29 @@ OPENINGS = {
 SHOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "tokens": (("words",), "view=tokens&query=0&from=10", ("wide-light", "wide-dark", "narrow-light")),
     "map": (("digits",), "view=map&open=42", ("wide-light",)),
-    "images": (("digits", "ekfac.safetensors"), "view=images&query=0", ("wide-light", "narrow-dark")),
+    "images": (("digits", "ekfac.safetensors"), "view=images&query=0&count=8", ("wide-light", "narrow-dark")),
     "health": (("digits",), "view=health", ("wide-light", "narrow-light")),
     "compare": (("digits", "ekfac.safetensors"), "view=compare&query=0", ("wide-light",)),
-    "stories-tokens": (("stories",), "view=tokens&query=0&from=63&to=65", ("wide-light",)),
-    "stories-health": (("stories",), "view=health", ()),
+    "stories-tokens": (("stories",), "view=tokens&query=5&from=35&to=39", ("wide-light", "narrow-dark")),
+    "stories-health": (("stories",), "view=health", ("wide-light",)),
     "stories-map": (("stories",), "view=map&colour=topic", ("wide-light",)),
 }
+
+
+# The middle of the strongest token of the first text.
+STRONGEST = """() => {
+  const strength = (token) => Number(token.style.getPropertyValue("--strength"));
+  const tokens = [...document.querySelector(".train-pane .card").querySelectorAll(".token.helps")];
+  const box = tokens.reduce((a, b) => (strength(b) > strength(a) ? b : a)).getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
+
+# Where the last block ends that is wholly in the window.
+LAST_WHOLE = """() => {
+  const blocks = [...document.querySelectorAll(".card, .plot, .images, .map-view, .compare-view")];
+  const bottoms = blocks.map((block) => block.getBoundingClientRect().bottom);
+  return Math.min(innerHeight, Math.ceil(Math.max(...bottoms.filter((bottom) => bottom <= innerHeight))) + 6);
+}"""
 
 
 def make_digits(out: Path) -> None:
@@ -80,7 +98,7 @@ def make_stories(model: Path, out: Path) -> None:
         for topic, opening in OPENINGS.items():
             asked = tokenizer(opening, return_tensors="pt")
             told = network.generate(
-                **asked, do_sample=True, temperature=0.9, max_new_tokens=60, num_return_sequences=each
+                **asked, do_sample=True, temperature=0.9, max_new_tokens=40, num_return_sequences=each
             )
             texts = [tokenizer.decode(row, skip_special_tokens=True) for row in told]
             stories += [{"prompt": opening, "completion": text[len(opening) :], "topic": topic} for text in texts]
@@ -92,7 +110,8 @@ def make_stories(model: Path, out: Path) -> None:
         (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
     settings = {
         "model": str(model), "train": str(out / "train.jsonl"), "query": str(out / "query.jsonl"), "chains": 2,
-        "draws": 100, "burn_in": 40, "thin": 3, "batch_size": 8, "n_beta": 30.0, "localization": 3e4, "step_size": 1e-5,
+        "draws": 110, "burn_in": 5, "thin": 1, "batch_size": 4, "n_beta": 5.0, "localization": 3e4,
+        "sampler": "ornstein-uhlenbeck", "step_size": 2e-4,
     }  # fmt: skip
     requests.carry_out(requests.resolve(settings), out / "run", say=print)
 
@@ -120,16 +139,12 @@ def photograph(browser: Browser, address: str, view: str, size: tuple[int, int],
     )
     page = context.new_page()
     page.goto(f"{address}#{view}")
-    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=60_000)
+    page.wait_for_selector("[data-ready], .tokens-view[data-selection] .card .error:not(:empty)", timeout=180_000)
     if "view=tokens" in view and size[0] > 1000:
-        page.locator(".train-pane .card").first.locator(".token.helps").first.hover()
+        page.mouse.move(*page.evaluate(STRONGEST))
         page.wait_for_selector(".tip:has-text('batches')")
     page.wait_for_timeout(300)
-    if size[0] < 1000:  # a little further down than a screen
-        tall = min(page.evaluate("document.documentElement.scrollHeight"), 2 * size[1])
-        page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": tall}, full_page=True)
-    else:
-        page.screenshot(path=path)
+    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": size[0], "height": page.evaluate(LAST_WHOLE)})
     overflow = page.evaluate("document.documentElement.scrollWidth > innerWidth")
     assert not overflow, f"{path.name} is wider than the window"
     context.close()
@@ -160,7 +175,7 @@ def main() -> None:
             if not all(path.exists() for path in paths) or not name.startswith(arguments.only or ""):
                 continue
             with served(paths) as address:
-                for width, size in WIDTHS.items():
+                for width, size in SIZES.items():
                     for scheme in ("light", "dark"):
                         if arguments.all or f"{width}-{scheme}" in kept:
                             path = out / f"viewer-{name}-{width}-{scheme}.png"

@@ -28,7 +28,7 @@ from torch import nn
 import jostle
 from experiments import resolution
 from experiments.resolution import Problem, Trainer
-from experiments.retraining import Budget, OutOfTimeError, Record
+from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
 from jostle import requests
 from jostle.attributors import gradient_similarity
 from jostle.data import Data
@@ -258,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Calibration from a cold start against a full sweep.")
     parser.add_argument("--only", default=",".join(PROBLEMS), help="diabetes,digits,characters")
     parser.add_argument("--work", type=Path, required=True, help="banks and sweeps")
-    parser.add_argument("--record", type=Path, default=HERE.parent / "records" / "calibration.json")
+    parser.add_argument("--record", type=Path, default=RECORDS / "calibration.json")
     parser.add_argument("--figure", type=Path, help="draw what the record has")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     arguments = parser.parse_args()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,22 @@ from benchmarks.vision import ResNet9
 from torch import Tensor, nn
 
 import jostle
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, read_bif, run
+from experiments.retraining import (
+    METHODS,
+    Budget,
+    Record,
+    Setting,
+    add_retraining,
+    analysed_model,
+    conduct,
+    draw,
+    fill,
+    parser_of,
+    run,
+)
 from jostle.data import Data
 from jostle.evaluate import random_subsets
 
-HERE = Path(__file__).parent
 WARM_UP_IMAGES, WARM_UP_STEPS = 2_500, 100
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, BIAS_SCALER, LABEL_SMOOTHING = 10.0, 0.85, 0.0153, 64.0, 0.2
 BATCH_SIZE = 1_024
@@ -44,21 +54,30 @@ BIF: dict[str, dict[str, Any]] = {
     "as in the paper": {**PAPER, "thin": 1},
     "10 steps between draws": {**PAPER, "thin": 10, "burn_in": 100},
     "no gradient": {
-        "n_beta": 0.0, "localization": 1e4, "sampler": "gaussian", "chains": 4, "draws": 100, "thin": 1,
+        "n_beta": 0.0, "localization": 1e4, "sampler": "gaussian", "chains": 4, "draws": 100, "burn_in": 1, "thin": 1,
         "batch_size": 1_024,
     },
 }  # fmt: skip
 
 
 class Images:
-    """CIFAR-10 on the device, normalized, its training images in an order of the seed: first those to warm up on."""
+    """CIFAR-10 on the device, normalized, its training images in an order of the seed: first those to warm up on.
 
-    def __init__(self, path: Path, seed: int, queries: int, device: str, most: int | None) -> None:
+    ``given`` are labels of the training images to use instead of their ``own``, in the official order; ``places`` says
+    where those of ``all`` stand in it.
+    """
+
+    def __init__(
+        self, path: Path, seed: int, queries: int, device: str, most: int | None, given: np.ndarray | None = None
+    ) -> None:
         images, labels = zip(*(read(path, part) for part in ("train", "test")), strict=True)
+        self.own = labels[0]
+        labels = (labels[0] if given is None else given, labels[1])
         mean = images[0].mean((0, 2, 3), keepdims=True)
         std = images[0].std((0, 2, 3), keepdims=True)
         order = np.random.default_rng(seed).permutation(len(labels[0]))[:most]
         warm = min(WARM_UP_IMAGES, len(order) // 5)
+        self.places = order[warm:]
         parts = {
             "warm_up": (images[0][order[:warm]], labels[0][order[:warm]]),
             "all": (images[0][order[warm:]], labels[0][order[warm:]]),
@@ -146,15 +165,18 @@ def train(
 class Retrainer:
     """Trains on subsets, from the state that its seed has after the warm-up, which is made once."""
 
-    def __init__(self, images: Images, data: tuple[Tensor, Tensor], seed: int, epochs: int, warm_up_steps: int) -> None:
+    def __init__(
+        self, images: Images, data: tuple[Tensor, Tensor], seed: int, epochs: int, warm_up_steps: int,
+        batch_size: int = BATCH_SIZE,
+    ) -> None:  # fmt: skip
         self._images, self._data, self._seed, self._epochs = images, data, seed, epochs
-        self._warm_up_steps = warm_up_steps
+        self._warm_up_steps, self._batch_size = warm_up_steps, batch_size
 
     @functools.cache  # noqa: B019 - lives as long as the script
     def _warm(self, seed: int) -> tuple[nn.Module, Mapping[str, Any]]:
         model = new_model(self._images.warm_up, seed)
         optimizer = optimizer_of(model)
-        size = min(BATCH_SIZE, len(self._images.warm_up[1]))
+        size = min(self._batch_size, len(self._images.warm_up[1]))
         train(model, optimizer, self._images.warm_up, seed, steps=self._warm_up_steps, batch_size=size)
         return model, optimizer.state_dict()
 
@@ -167,7 +189,7 @@ class Retrainer:
         optimizer.load_state_dict(copy.deepcopy(dict(state)))  # it would share the momenta otherwise
         chosen = torch.from_numpy(indices).to(self._data[1].device)
         data = self._data[0][chosen], self._data[1][chosen]
-        size = min(BATCH_SIZE, len(indices))
+        size = min(self._batch_size, len(indices))
         steps = max(1, self._epochs * len(indices) // size)
         train(model, optimizer, data, seed, steps=steps, batch_size=size)
         return model
@@ -182,25 +204,17 @@ def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
 
 
 def settings_of(
-    arguments: argparse.Namespace, seed: int, record: Record, budget: Budget, device: str
+    arguments: argparse.Namespace, seed: int, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Setting]:
     """The model of a seed and its banks, for each attribution set; what the work directory lacks is made first."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     images = Images(arguments.data, seed, arguments.queries, device, arguments.images)
     work = arguments.work / f"seed-{seed}"
-    work.mkdir(parents=True, exist_ok=True)
     n = len(images.all[1])
-    checkpoint = work / "model.pt"
     base = Retrainer(images, images.all, seed, arguments.epochs, arguments.warm_up_steps)
-    if checkpoint.is_file():
-        model = new_model(images.warm_up, seed)
-        model.load_state_dict(torch.load(checkpoint, weights_only=True))
-        model.eval()
-    else:
-        budget.check()
-        started = time.perf_counter()
-        model = base(np.arange(n), 999)
-        torch.save(model.state_dict(), checkpoint)
-        record.add_seconds("the model that is analysed", time.perf_counter() - started)
+    model = analysed_model(
+        work / "model.pt", lambda: new_model(images.warm_up, seed), lambda: base(np.arange(n), 999), record, budget
+    )
     reached = accuracy(model, images.query)
     record.content.setdefault("accuracy", {})[f"seed {seed}"] = reached
     print(f"seed {seed}: {n} images, accuracy {reached:.3f}", flush=True)
@@ -221,35 +235,26 @@ def settings_of(
                 record=record, batch_size=2_000, key=f"alpha_attribution {share:g}, alpha_retrain {key}",
             )  # fmt: skip
         yield Setting(
-            f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks,
-            read_bif(arguments.bif, BIF), sampling_data=images.all,
-            potential_loss=smoothed if arguments.smoothing else None,
+            f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks, bif,
+            sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
         )  # fmt: skip
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="LDS on CIFAR-10 with ResNet-9, as in the paper.")
+    parser = parser_of("cifar10_retraining", "LDS on CIFAR-10 with ResNet-9, as in the paper.", methods=METHODS)
+    add_retraining(
+        parser, queries=10_000, retrain=[0.1, 0.3, 0.5, 0.7], retrain_seeds=1, ekfac_repeats=2, scoring_batch=512
+    )
     parser.add_argument("--data", type=Path, required=True, help="the official binary batches, or an .npz")
-    parser.add_argument("--work", type=Path, required=True, help="banks, checkpoints and runs")
-    parser.add_argument("--record", type=Path, default=HERE / "records" / "cifar10_retraining.json")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="repeat everything")
     parser.add_argument("--attribution", type=float, nargs="+", default=[0.1], help="alpha_attribution")
-    parser.add_argument("--retrain", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7], help="alpha_retrain")
-    parser.add_argument("--subsets", type=int, default=100)
     parser.add_argument("--independent", action="store_true", help="each image with probability alpha, as in the paper")
-    parser.add_argument("--retrain-seeds", type=int, default=1, help="average so many retrainings of each subset")
-    parser.add_argument("--queries", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, default=8, help="of the model that is analysed")
     parser.add_argument("--retrain-epochs", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
     parser.add_argument("--smoothing", action="store_true", help="label smoothing in the BIF's potential too")
-    parser.add_argument("--bif", type=Path, help="JSON: settings of the BIF by name, instead of the script's own")
-    parser.add_argument("--methods", nargs="+", default=["gradients", "trak", "ekfac", "bif"])
-    parser.add_argument("--ekfac-repeats", type=int, default=2, help="fits of EK-FAC, for its own variation")
-    parser.add_argument("--scoring-batch", type=int, default=512)
     parser.add_argument("--images", type=int, help="use only so many training images (to try the script)")
     return parser.parse_args(words)
 
@@ -257,41 +262,25 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = read_arguments()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    budget = Budget(arguments.minutes)
-    settings = {
-        key: value for key, value in vars(arguments).items() if key not in ("data", "work", "record", "minutes", "bif")
-    }
-    record = Record(
-        arguments.record,
-        {"model": "ResNet-9, 1,972,792 weights", "settings": settings, "bif": read_bif(arguments.bif, BIF)},
-    )
-    status = "complete"
-    try:
+
+    def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
-            for setting in settings_of(arguments, seed, record, budget, device):
+            for setting in settings_of(arguments, seed, record, budget, bif):
                 run(setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
-    except OutOfTimeError:
-        status = "out of time; the same command goes on"
-    record.content["status"] = status
-    record.write()
+
+    measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
     for share in arguments.attribution:
         chosen = {
             name: found
-            for name, found in record.content["measured"].items()
-            if name.endswith(f"alpha_attribution {share:g}")
+            for name, found in measured.items()
+            if name.endswith(f"alpha_attribution {share:g}") and all(f"{a:g}" in found for a in arguments.retrain)
         }
-        chosen = {name: found for name, found in chosen.items() if all(f"{a:g}" in found for a in arguments.retrain)}
         if chosen:
             draw(arguments.record.with_name(f"{arguments.record.stem}-{share:g}.png"), chosen, "alpha_retrain")
-            for name, found in chosen.items() if len(chosen) > 1 else ():
-                seed = name.split(",")[0].replace(" ", "-")
-                draw(
-                    arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png"),
-                    {name: found},
-                    "alpha_retrain",
-                )
-    print(status, flush=True)
+        for name, found in chosen.items() if len(chosen) > 1 else ():
+            seed = name.split(",")[0].replace(" ", "-")
+            path = arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png")
+            draw(path, {name: found}, "alpha_retrain")
 
 
 if __name__ == "__main__":

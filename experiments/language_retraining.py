@@ -18,8 +18,7 @@ import copy
 import itertools
 import json
 import lzma
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,23 @@ import torch
 from torch import nn
 
 import jostle
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, read_bif, run
+from experiments.retraining import (
+    METHODS,
+    Budget,
+    Record,
+    Setting,
+    add_retraining,
+    analysed_model,
+    conduct,
+    draw,
+    fill,
+    parser_of,
+    run,
+)
 from jostle.data import Data
 from jostle.evaluate import random_subsets
 from jostle.functional import sample_means
 
-HERE = Path(__file__).parent
 RECIPES = {
     "paper": {"learning_rate": 3e-5, "batch_size": 256, "weight_decay": 0.01},
     "strong": {"learning_rate": 3e-4, "batch_size": 32, "weight_decay": 0.01},
@@ -48,7 +58,7 @@ BIF: dict[str, dict[str, Any]] = {
         "batch_size": 32,
     },
     "no gradient": {
-        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "thin": 1,
+        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "burn_in": 1, "thin": 1,
         "batch_size": 32,
     },
 }  # fmt: skip
@@ -102,7 +112,7 @@ def sweep() -> dict[str, dict[str, Any]]:
     return {
         f"sweep n_beta {n_beta:g} localization {localization:g}": {
             "n_beta": n_beta, "localization": localization, "chains": 4, "draws": 75, "batch_size": 32,
-            **({"sampler": "gaussian", "thin": 1} if n_beta == 0 else
+            **({"sampler": "gaussian", "burn_in": 1, "thin": 1} if n_beta == 0 else
                {"step_size": 0.2 / (localization + 100 * n_beta), "thin": 10, "burn_in": 50}),
         }
         for n_beta, localization in grid
@@ -134,10 +144,13 @@ def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def setting_of(arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, device: str) -> Setting:
+def setting_of(
+    arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]
+) -> Setting:
     """The model of a recipe and its banks; what the work directory lacks is made first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
     auto: Any = AutoModelForCausalLM
     pretrained = auto.from_pretrained(arguments.model, dtype=torch.float32).to(device)
@@ -147,22 +160,17 @@ def setting_of(arguments: argparse.Namespace, recipe: str, record: Record, budge
     fingerprints = {"train": data.fingerprint(), "query": Data(query, "query").fingerprint()}
     loss = jostle.losses.next_token()
     work = arguments.work / recipe
-    work.mkdir(parents=True, exist_ok=True)
 
     def retrainer(indices: np.ndarray, seed: int) -> nn.Module:
         return fine_tune(pretrained, data, indices, seed, **RECIPES[recipe])
 
-    checkpoint = work / "model.pt"
-    if checkpoint.is_file():
-        model = copy.deepcopy(pretrained)
-        model.load_state_dict(torch.load(checkpoint, weights_only=True))
-        model.eval()
-    else:
-        budget.check()
-        started = time.perf_counter()
-        model = retrainer(np.arange(len(train)), 999)
-        torch.save(model.state_dict(), checkpoint)
-        record.add_seconds("the model that is analysed", time.perf_counter() - started)
+    model = analysed_model(
+        work / "model.pt",
+        lambda: copy.deepcopy(pretrained),
+        lambda: retrainer(np.arange(len(train)), 999),
+        record,
+        budget,
+    )
     banks = {}
     for alpha in arguments.retrain:
         banks[f"{alpha:g}"] = fill(
@@ -170,77 +178,48 @@ def setting_of(arguments: argparse.Namespace, recipe: str, record: Record, budge
             loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget, record=record, batch_size=64,
             key=f"{recipe}, alpha_retrain {alpha:g}",
         )  # fmt: skip
-    settings = dict(read_bif(arguments.bif, BIF)) | (sweep() if arguments.sweep else {})
-    bif = {
+    repeated = {
         f"{name}{f', seed {seed}' if seed else ''}": {**options, "seed": seed}
-        for name, options in settings.items()
+        for name, options in bif.items()
         for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
     }
     return Setting(
-        recipe, model, train, query, loss, banks, bif, weights=WEIGHTS, texts=(train, query),
+        recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
     )  # fmt: skip
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="LDS of a language model that is fine-tuned on Wikipedia text.")
+    description = "LDS of a language model that is fine-tuned on Wikipedia text."
+    parser = parser_of("language_retraining", description, methods=METHODS)
+    add_retraining(parser, queries=256, retrain=[0.5], retrain_seeds=2, ekfac_repeats=3, scoring_batch=32)
     parser.add_argument("--model", type=Path, required=True, help="a directory with a causal LM and its tokenizer")
     parser.add_argument("--wikipedia", type=Path, required=True, help='JSONL with "text", plain or .xz')
-    parser.add_argument("--work", type=Path, required=True, help="banks, checkpoints and runs")
-    parser.add_argument("--record", type=Path, default=HERE / "records" / "language_retraining.json")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=["strong", "paper"])
     parser.add_argument("--train", type=int, default=4_096)
-    parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--retrain", type=float, nargs="+", default=[0.5], help="alpha_retrain")
-    parser.add_argument("--subsets", type=int, default=100)
-    parser.add_argument("--retrain-seeds", type=int, default=2)
-    parser.add_argument("--bif", type=Path, help="JSON: settings of the BIF by name, instead of the script's own")
     parser.add_argument("--bif-seeds", type=int, default=3, help="repeat each run of the BIF with other seeds")
     parser.add_argument("--sweep", action="store_true", help="a grid of n_beta and localization as well")
-    parser.add_argument("--methods", nargs="+", default=["gradients", "trak", "ekfac", "bif"])
-    parser.add_argument("--ekfac-repeats", type=int, default=3, help="fits of EK-FAC, for its own variation")
-    parser.add_argument("--scoring-batch", type=int, default=32)
     return parser.parse_args(words)
 
 
 def main() -> None:
     arguments = read_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    budget = Budget(arguments.minutes)
-    left_out = ("model", "wikipedia", "work", "record", "minutes", "bif")
-    record = Record(
-        arguments.record,
-        {
-            "model": arguments.model.name,
-            "weights": WEIGHTS,
-            "recipes": RECIPES,
-            "settings": {key: value for key, value in vars(arguments).items() if key not in left_out},
-            "bif": read_bif(arguments.bif, BIF),
-        },
-    )
-    status = "complete"
-    try:
+
+    def every_recipe(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for recipe in arguments.recipe:
             print(recipe, flush=True)
-            run(
-                setting_of(arguments, recipe, record, budget, device),
-                arguments.work / recipe / "scores",
-                record,
-                budget,
-            )
-    except OutOfTimeError:
-        status = "out of time; the same command goes on"
-    record.content["status"] = status
-    record.write()
-    for recipe, found in record.content["measured"].items():
+            given = {**bif, **(sweep() if arguments.sweep else {})}
+            setting = setting_of(arguments, recipe, record, budget, given)
+            run(setting, arguments.work / recipe / "scores", record, budget)
+
+    about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
+    for recipe, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():
         draw(arguments.record.with_name(f"{arguments.record.stem}-{recipe}.png"), {recipe: found}, "alpha_retrain")
         if arguments.sweep:
             methods = next(iter(found.values()))["methods"]
             draw_sweep(arguments.record.with_name(f"{arguments.record.stem}-{recipe}-sweep.png"), methods)
-    print(status, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ is in it is not done again, even where the scores are gone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,9 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +33,13 @@ from jostle.requests import sampler_of
 from jostle.scores import Scores
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-"""Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best by its LDS is shown, so that it is tuned."""
+"""Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""
 
 BOOTSTRAP = 100
+METHODS = ("gradients", "trak", "ekfac", "bif")
+RECORDS = Path(__file__).parent / "records"
+
+Result = TypeVar("Result")
 
 
 class OutOfTimeError(Exception):
@@ -97,7 +102,7 @@ class Setting:
     precision: Any = "model"
     checkpoints: Sequence[nn.Module] = ()
     ekfac_repeats: int = 1
-    methods: Sequence[str] = ("gradients", "trak", "ekfac", "bif")
+    methods: Sequence[str] = METHODS
     extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
 
     def jobs(self, work: Path, budget: Budget) -> dict[str, Callable[[], dict[str, Scores]]]:
@@ -145,35 +150,46 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
-    def sample(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> jostle.Run:
-        """One run, in ``work``; interrupted at the end of the budget, it goes on the next time."""
-        options = {"sampler": "sgld", "step_size": None, **settings}
-        posterior = jostle.Posterior(
-            n_beta=options.pop("n_beta"), localization=options.pop("localization"), weights=self.weights
-        )
-        rule, step = options.pop("sampler"), options.pop("step_size")
-        sampler = sampler_of({"sampler": rule, "step_size": step})
-        with budget.interrupting():
-            return jostle.attribute(
-                self.model, self.train, self.query, sampling_data=self.sampling_data, loss=self.loss,
-                potential_loss=self.potential_loss, posterior=posterior, sampler=sampler, collate=self.collate,
-                precision=self.precision, out=work / "runs" / file_name(name), progress=False, **options,
-            )  # fmt: skip
+    def sample(
+        self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget
+    ) -> tuple[jostle.Run, dict[str, Any]]:
+        """One run of this setting, in ``work``, and what a record should say of it."""
+        return sample(
+            self.model, self.train, self.query, settings, loss=self.loss, weights=self.weights, budget=budget,
+            out=work / "runs" / file_name(name), sampling_data=self.sampling_data, potential_loss=self.potential_loss,
+            collate=self.collate, precision=self.precision,
+        )  # fmt: skip
 
     def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
         """One run; covariance is the paper's B, correlation its A."""
-        run = self.sample(name, settings, work, budget)
-        about = run.diagnostics()
-        kept = {
-            "seconds": sum(run.manifest["seconds"].values()),
-            "mean_loss": about["mean_loss"], "mean_loss_at_center": about["mean_loss_at_center"],
-            "effective_draws": about["effective_draws"], "verdict": about["verdict"]["level"],
-            "failed_chains": len(about["failed_chains"]),
-        }  # fmt: skip
+        run, about = self.sample(name, settings, work, budget)
         return {
-            f"BIF {name}, {kind}": _with(run.influence(normalize=kind == "correlation"), kept)
+            f"BIF {name}, {kind}": replace(scores, provenance={**scores.provenance, **about})
             for kind in ("covariance", "correlation")
+            for scores in [run.influence(normalize=kind == "correlation")]
         }
+
+
+def sample(
+    model: nn.Module, train: Any, query: Any, settings: Mapping[str, Any], *, weights: Any, budget: Budget, **more: Any
+) -> tuple[jostle.Run, dict[str, Any]]:
+    """A run with such settings, and what a record should say of it; out of time it stops, and goes on the next time."""
+    options = {"sampler": "sgld", "step_size": None, **settings}
+    posterior = jostle.Posterior(
+        n_beta=options.pop("n_beta"), localization=options.pop("localization"), weights=weights
+    )
+    sampler = sampler_of({name: options.pop(name) for name in ("sampler", "step_size")})
+    with budget.interrupting():
+        run = jostle.attribute(
+            model, train, query, posterior=posterior, sampler=sampler, progress=False, **more, **options
+        )
+    found = run.diagnostics()
+    return run, {
+        "seconds": sum(run.manifest["seconds"].values()),
+        "mean_loss": found["mean_loss"], "mean_loss_at_center": found["mean_loss_at_center"],
+        "effective_draws": found["effective_draws"], "verdict": found["verdict"]["level"],
+        "failed_chains": len(found["failed_chains"]),
+    }  # fmt: skip
 
 
 class Record:
@@ -182,11 +198,8 @@ class Record:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
         there = json.loads(path.read_text()) if path.is_file() else {}
-        self.content: dict[str, Any] = {
-            **about,
-            "measured": there.get("measured", {}),
-            "seconds": there.get("seconds", {}),
-        }
+        there.pop("environment", None)  # is that of the last writing
+        self.content: dict[str, Any] = {"measured": {}, "seconds": {}, **there, **about}
 
     def write(self) -> None:
         write_record(self.path, self.content)
@@ -221,34 +234,23 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
             budget.check()
             record.keep(setting.name, bank_name, compare(bank, {}, texts=setting.texts, bootstrap=BOOTSTRAP), {})
             record.write()
-    failures = record.content.setdefault("failures", {}).setdefault(setting.name, {})
     measured = record.content["measured"].get(setting.name, {})
-    for name, job in setting.jobs(work, budget).items():
-        names = {name, f"{name}, covariance"}
-        if all(names & measured[bank]["methods"].keys() for bank in setting.banks):
-            continue
-        budget.check()
-        try:
-            scores = _timed(job)
-        except OutOfTimeError:
-            raise
-        except Exception as error:  # what a method cannot do is a result
-            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(f"  {name}: {failures[name]}", flush=True)
-            record.write()
-            continue
+    jobs = {
+        name: job
+        for name, job in setting.jobs(work, budget).items()
+        if not all({name, f"{name}, covariance"} & measured[bank]["methods"].keys() for bank in setting.banks)
+    }
+    for _, scores, seconds in finished(jobs, setting.name, record, budget):
         about = {
-            made: {key: value for key, value in given.provenance.items() if key in KEPT}
+            made: {"seconds": seconds, **{key: value for key, value in given.provenance.items() if key in KEPT}}
             for made, given in scores.items()
         }
         for bank_name, bank in setting.banks.items():
             report = compare(bank, scores, controls=False, bootstrap=BOOTSTRAP)
             record.keep(setting.name, bank_name, report, about)
             for row in report.rows:
-                took = about[row.method].get("seconds", 0)
+                took = about[row.method]["seconds"]
                 print(f"  {bank_name:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
-        failures.pop(name, None)
-        record.write()
 
 
 KEPT = (
@@ -263,23 +265,44 @@ KEPT = (
 )
 
 
-def _timed(job: Callable[[], dict[str, Scores]]) -> dict[str, Scores]:
+def finished(
+    jobs: Mapping[str, Callable[[], Result]], setting: str, record: Record, budget: Budget
+) -> Iterator[tuple[str, Result, float]]:
+    """Give each job's name, result and seconds; one that fails is recorded, and the others go on."""
+    failures = record.content.setdefault("failures", {}).setdefault(setting, {})
+    for name, job in jobs.items():
+        budget.check()
+        started = time.perf_counter()
+        try:
+            result = job()
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # what a method cannot do is a result
+            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"  {name}: {failures[name]}", flush=True)
+        else:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            failures.pop(name, None)
+            yield name, result, time.perf_counter() - started
+        record.write()
+
+
+def analysed_model(
+    checkpoint: Path, new: Callable[[], nn.Module], trained: Callable[[], nn.Module], record: Record, budget: Budget
+) -> nn.Module:
+    """Train the model whose training examples are scored, once; later it is read."""
+    if checkpoint.is_file():
+        model = new()
+        model.load_state_dict(torch.load(checkpoint, weights_only=True))
+        return model.eval()
+    budget.check()
     started = time.perf_counter()
-    made = job()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    return {
-        name: scores if "seconds" in scores.provenance else _with(scores, {"seconds": seconds})
-        for name, scores in made.items()
-    }
-
-
-def _with(scores: Scores, more: Mapping[str, Any]) -> Scores:
-    return Scores(
-        values=scores.values, method=scores.method, normalized=scores.normalized, scale=scores.scale,
-        provenance={**scores.provenance, **more},
-    )  # fmt: skip
+    model = trained()
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), checkpoint)
+    record.add_seconds("the model that is analysed", time.perf_counter() - started)
+    return model
 
 
 def fill(
@@ -328,10 +351,10 @@ def fill(
     return bank
 
 
-def best_ekfac(methods: Mapping[str, Any]) -> str | None:
-    """EK-FAC at whichever damping has the highest LDS."""
+def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | None:
+    """EK-FAC at whichever damping does best."""
     tried = [name for name in methods if name.startswith("EK-FAC")]
-    return max(tried, key=lambda name: methods[name]["per_query"], default=None)
+    return max(tried, key=lambda name: methods[name][metric], default=None)
 
 
 def shown_methods(measured: Mapping[str, Any]) -> list[str]:
@@ -395,9 +418,52 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     figure.savefig(path, dpi=130)
 
 
-def read_bif(path: Path | None, default: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Settings of the BIF by name, from a JSON file where one is given."""
-    return default if path is None else json.loads(path.read_text())
+def parser_of(experiment: str, description: str, *, methods: Sequence[str]) -> argparse.ArgumentParser:
+    """What can be said to each of these experiments."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--work", type=Path, required=True, help="banks, checkpoints and runs; called again it goes on")
+    parser.add_argument("--record", type=Path, default=RECORDS / f"{experiment}.json")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    parser.add_argument("--bif", type=Path, help="JSON: settings of the BIF by name, instead of the script's own")
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
+    return parser
+
+
+def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """What can be said to those that retrain."""
+    parser.add_argument("--queries", type=int)
+    parser.add_argument("--retrain", type=float, nargs="+", help="alpha_retrain")
+    parser.add_argument("--subsets", type=int, default=100)
+    parser.add_argument("--retrain-seeds", type=int, help="average so many retrainings of each subset")
+    parser.add_argument("--ekfac-repeats", type=int, help="fits of EK-FAC, for its own variation")
+    parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
+    parser.set_defaults(**defaults)
+
+
+def conduct(
+    arguments: argparse.Namespace,
+    about: Mapping[str, Any],
+    bif: Mapping[str, Mapping[str, Any]],
+    experiment: Callable[[Record, Budget, Mapping[str, Mapping[str, Any]]], None],
+) -> dict[str, Any]:
+    """Go on until all is done or the time is over, and say which; returns what the record holds."""
+    if arguments.bif is not None:
+        bif = json.loads(arguments.bif.read_text())
+    settings = {
+        key: value
+        for key, value in vars(arguments).items()
+        if not isinstance(value, Path) and key not in ("minutes", "bif")
+    }
+    record = Record(arguments.record, {**about, "settings": settings, "bif": bif})
+    status = "complete"
+    try:
+        experiment(record, Budget(arguments.minutes), bif)
+    except OutOfTimeError:
+        status = "out of time; the same command goes on"
+    record.content["status"] = status
+    record.write()
+    print(status, flush=True)
+    return record.content
 
 
 def _buffer_bytes() -> int:

@@ -35,7 +35,7 @@ from torch import nn
 
 import jostle
 from experiments import calibration, cifar10_retraining, language_retraining
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, file_name, fill
+from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record, Setting, file_name, fill
 from jostle.attributors import exact_influence
 from jostle.data import Data
 from jostle.estimate import covariance
@@ -45,7 +45,6 @@ from jostle.requests import SAMPLERS
 from jostle.scores import Scores
 from jostle.traces import SequenceLosses
 
-HERE = Path(__file__).parent
 CHAINS, DRAWS, SEEDS = 4, 100, 5
 TENTH, ALL, PASSES = "a tenth of the observations", "as many observations", "as many passes"
 COSTS = (TENTH, ALL, PASSES)
@@ -97,7 +96,7 @@ def settings_of(
     name: str, arguments: argparse.Namespace, record: Record, budget: Budget
 ) -> Iterator[tuple[Setting, Mapping[str, Any], int]]:
     """What there is to measure, the paper's hyperparameters for it, and the size of a minibatch for the other rows."""
-    work, device = arguments.work / name, "cuda" if torch.cuda.is_available() else "cpu"
+    work = arguments.work / name
     if name == "linear":
         yield linear(work, record, budget), PRESETS["retraining-resnet"], 100
         return
@@ -106,13 +105,13 @@ def settings_of(
     if name == "cifar10":
         given = cifar10_retraining.read_arguments(words)
         for seed in given.seeds:
-            for setting in cifar10_retraining.settings_of(given, seed, record, budget, device):
+            for setting in cifar10_retraining.settings_of(given, seed, record, budget, {}):
                 renamed = dataclasses.replace(setting, name=f"CIFAR-10, {setting.name}")
                 yield renamed, PRESETS["retraining-resnet"], 256
     else:
         given = language_retraining.read_arguments(words)
         for recipe in given.recipe:
-            setting = language_retraining.setting_of(given, recipe, record, budget, device)
+            setting = language_retraining.setting_of(given, recipe, record, budget, {})
             yield dataclasses.replace(setting, name=f"stories15M, {recipe}"), PRESETS["retraining-llm"], 32
 
 
@@ -252,7 +251,7 @@ def measure(
             key = f"{setting.name}: {name}, seed {seed}, CPU"
             started = time.process_time()
             try:
-                run = setting.sample(f"{name}, seed {seed}", {**row["settings"], "seed": seed}, work, budget)
+                run, _ = setting.sample(f"{name}, seed {seed}", {**row["settings"], "seed": seed}, work, budget)
             except (jostle.ChainsFailedError, jostle.InputError) as error:  # what a rule cannot do is a result
                 row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
                 continue
@@ -404,7 +403,7 @@ def main() -> None:
     parser.add_argument("--cifar10", metavar="WORDS", help="arguments of experiments.cifar10_retraining")
     parser.add_argument("--stories", metavar="WORDS", help="arguments of experiments.language_retraining")
     parser.add_argument("--work", type=Path, required=True, help="banks and runs")
-    parser.add_argument("--record", type=Path, default=HERE / "records" / "samplers.json")
+    parser.add_argument("--record", type=Path, default=RECORDS / "samplers.json")
     parser.add_argument("--figure", type=Path, help="draw what the record has")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     parser.add_argument("--draws", type=int, default=DRAWS, help="of each chain, where the rule is not a reference")

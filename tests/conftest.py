@@ -1,7 +1,7 @@
 """``pytest tests/test_ground_truth.py --record FILE`` writes the numbers that those tests judge.
 
-``pytest tests/test_bad_input.py tests/test_commands.py tests/test_survival.py --errors docs/errors.md`` writes what is
-said of bad input and faults. And a browser.
+``pytest tests/test_{bad_input,commands,survival,more_queries,stores}.py --errors docs/errors.md`` writes what is said of
+bad input and faults. And a browser.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             "# What is said of bad input and faults",
             "",
             f"{len(rows)} of them, each in one line. Written by the tests that cause them "
-            "(`python -m pytest tests/test_bad_input.py tests/test_commands.py tests/test_survival.py --errors "
+            "(`python -m pytest tests/test_{bad_input,commands,survival,more_queries,stores}.py --errors "
             "docs/errors.md`); the exit code is that of the command line. 2 is bad input (nothing is written), 4 damage "
-            "that `jostle check` found, 74 a disk that fails (what was recorded is kept, and the same command goes on).",
+            "that `jostle check` found, 74 a disk or a store that fails (what was recorded is kept, and the same command goes on).",
             "",
             "| what is wrong | exit code | what is said |",
             "| --- | --- | --- |",

@@ -246,3 +246,13 @@ def test_standardized_traces_answer_as_the_estimate_does(centering: Any) -> None
     kept = left[chains][:, :, [2, 7, 0]].astype(np.float64)
     np.testing.assert_allclose(back, kept - kept.mean((0, 1) if centering == "pooled" else 1, keepdims=True), atol=1e-6)
     np.testing.assert_allclose(table.correlation(back[:, :, 0]), table.correlation(left[:, :, 2]), atol=2e-6)
+
+
+def test_what_is_not_finite_is_not_said_to_be_still() -> None:
+    """A loss that never moved has no correlation; one that was never recorded has no known one."""
+    trace = np.random.default_rng(0).normal(size=(2, 20, 3))
+    trace[:, :, 0], trace[0, 3, 1] = 1.0, np.nan
+    values = estimate.covariance(trace, trace[:, :, 2:], normalize=False).values
+    assert values[0] == 0
+    assert np.isnan(values[1]).all()
+    assert values[2] > 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import jostle
+from architectures import tiny
 from jostle.attributors import exact_influence, gradient_similarity, query_difficulty, random_scores, subset_size
 from jostle.errors import RetrainingFailedWarning
 from jostle.evaluate import (
@@ -136,6 +137,22 @@ def test_the_standard_error_is_that_of_repeated_experiments(
     assert lowest < guessed / spread < highest
     middle = np.mean([one.value for one in found])
     assert np.mean([one.interval[0] < middle < one.interval[1] for one in found]) > 0.85
+
+
+def test_subsets_may_have_different_numbers_of_seeds(tmp_path: Path) -> None:
+    """A subset with one finished seed of two has nothing to resample, and counts as much as the others."""
+    bank = Bank.create(tmp_path / "bank", random_subsets(TRAIN, 4), queries=6, fingerprints={})
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(TRAIN, 6))
+    for subset, seed in ((0, 0), (0, 1), (1, 0), (2, 1), (3, 1)):
+        noise = generator.normal(size=6)
+        bank.store(subset, seed, {"loss": values[bank.subsets.members[subset]].sum(0) + noise})
+    found = lds(bank, Scores(values=values, method="planted"), bootstrap=500)
+    losses = np.nanmean(bank.values(), axis=1)
+    predicted = bank.subsets.members @ values
+    expected = [scipy.stats.spearmanr(predicted[:, j], losses[:, j])[0] for j in range(6)]
+    np.testing.assert_allclose(found.each, expected, rtol=1e-5)
+    assert 0 < found.standard_error < 1
 
 
 def test_repeatability(tmp_path: Path) -> None:
@@ -283,7 +300,7 @@ def test_other_data_and_other_subsets_are_refused(tmp_path: Path) -> None:
     model = fit(np.arange(40), 0)
     with pytest.raises(jostle.InputError, match=r"query data with fingerprint \w+, expected \w+, that of the bank"):
         lds(bank, gradient_similarity(model, TRAIN_SET, points(12, 3)))
-    with pytest.raises(jostle.InputError, match="40 train × 5 query, expected 40 × 12"):
+    with pytest.raises(jostle.InputError, match="got 40 × 5 numbers, expected 40 train × 12 query"):
         lds(bank, gradient_similarity(model, TRAIN_SET, points(5, 3)))
     run = jostle.attribute(model, points(40, 9), QUERY_SET, draws=4, chains=1, progress=False)
     with pytest.raises(jostle.InputError, match="train data with fingerprint"):
@@ -351,6 +368,35 @@ def test_removing_what_helps_hurts_more_than_removing_blindly(tmp_path: Path) ->
     assert found.brittle["exact"][1] >= found.brittle["random"][1]
 
 
+def test_blind_removals_turn_answers_each_by_itself(tmp_path: Path) -> None:
+    """Two of three repeats are wrong, though their mean margin is right; one that is missing does not count."""
+    scores = {"mine": Scores(values=np.random.default_rng(0).normal(size=(8, 2)), method="mine")}
+    subsets = removals(scores, queries=[0, 1], counts=[2, 4], random=3)
+    bank = Bank.create(tmp_path / "bank", subsets, queries=2, fingerprints={})
+    margins = {
+        ("random", 2): [3.0, -1.0, 0.5],
+        ("random", 4): [3.0, 1.0, -1.0],
+        ("mine", 2): [1.0],
+        ("mine", 4): [-2.0],
+    }
+    for row, label in enumerate(subsets.labels):
+        given = 1.0 if not label["k"] else margins[label["method"], label["k"]][label.get("repeat", 0)]
+        if (label["k"], label.get("repeat")) != (4, 0):
+            bank.store(row, 0, {"loss": np.full(2, row), "margin": np.array([given, -1.0])})
+    found = removal(bank)
+    assert found.brittle == {"random": [pytest.approx(1 / 3), pytest.approx(2 / 3)], "mine": [0.0, 1.0]}
+    assert found.fewest == {"random": {0: 4, 1: None}, "mine": {0: 4, 1: None}}  # query 1 was never right
+    with pytest.raises(jostle.InputError, match="use removal"):
+        lds(bank, scores["mine"])
+    renamed = removals({"yours": scores["mine"]}, queries=[0, 1], counts=[2, 4], random=3)
+    with pytest.raises(jostle.InputError, match="a bank of other subsets"):
+        Bank.create(tmp_path / "bank", renamed, queries=2, fingerprints={})
+    with pytest.raises(jostle.InputError, match="indices from 0 to 1"):
+        removals(scores, queries=[2], counts=[2])
+    with pytest.raises(jostle.InputError, match="that is a control's"):
+        removals({"random": scores["mine"]}, queries=[0], counts=[2])
+
+
 def test_mislabel_detection() -> None:
     generator = np.random.default_rng(0)
     wrong = np.zeros(200, bool)
@@ -368,15 +414,32 @@ def test_mislabel_detection() -> None:
     assert abs(blind.value - 0.5) < 3 * blind.standard_error
     with pytest.raises(jostle.InputError, match="some, and not all"):
         mislabel_detection(scores, np.zeros(200, bool))
+    with pytest.raises(jostle.InputError, match="other numbers than 0 and 1"):
+        mislabel_detection(scores, np.arange(200) % 10)
+    with pytest.raises(jostle.InputError, match="the same value for every example"):
+        mislabel_detection(np.zeros(200), wrong)
 
 
-def test_self_influence_is_the_diagonal(tmp_path: Path) -> None:
+def test_self_influence_is_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jostle.evaluate.metrics.BLOCK_BYTES", 8 * 2 * 40 * 7)  # seven examples at a time
     model = fit(np.arange(40), 0)
     run = jostle.attribute(
         model, TRAIN_SET, TRAIN_SET, posterior=jostle.Posterior(n_beta=20, localization=50),
         sampler=jostle.SGLD(step_size=1e-3), chains=2, draws=40, progress=False,
     )  # fmt: skip
-    np.testing.assert_allclose(self_influence(run), np.diag(run.influence().values), rtol=1e-4)
+    variances = -np.diag(run.influence().values)
+    np.testing.assert_allclose(self_influence(run), -variances, rtol=1e-4)
+    means = np.asarray(run.traces.losses("train")).mean((0, 1))
+    np.testing.assert_allclose(self_influence(run, normalize=True), -variances / means, rtol=1e-4)
+
+
+def test_self_influence_of_sequences() -> None:
+    sequences = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
+    run = jostle.attribute(
+        tiny("gpt2"), sequences, sequences, loss=jostle.losses.next_token(), chains=2, draws=5, progress=False,
+        posterior=jostle.Posterior(n_beta=5, localization=100), sampler=jostle.SGLD(step_size=1e-3), batch_size=2,
+    )  # fmt: skip
+    np.testing.assert_allclose(self_influence(run), np.diag(run.influence().values), rtol=1e-3)
 
 
 def test_a_dask_cluster_fills_the_same_bank(tmp_path: Path) -> None:
@@ -496,10 +559,19 @@ def test_the_command_on_removals(place: Path) -> None:
 
 def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "constant.npy", np.ones((40, 12)))
+    np.save(tmp_path / "flat.npy", np.ones(40))
+    for name in ("broken.npy", "broken.safetensors"):
+        (tmp_path / name).write_text("no numbers")
+    exact = place / "exact.safetensors"
     for arguments, words in (
         ([place / "run"], "no readable bank.json"),
         ([place / "bank", tmp_path / "nothing.csv"], "expected the directory of a run, or a file of scores"),
         ([place / "bank", tmp_path / "constant.npy"], "the same score for every training example"),
+        ([place / "bank", tmp_path / "flat.npy"], "got 40 numbers, expected 40 train × 12 query"),
+        ([place / "bank", tmp_path / "broken.npy"], "which cannot be read"),
+        ([place / "bank", tmp_path / "broken.safetensors"], "which cannot be read"),
+        ([place / "bank", exact, exact], "two methods called 'exact'"),
+        ([place / "bank", f"random={exact}"], "a method called 'random'"),
         ([place / "bank", "--figure", "a.txt"], "a name ending in .png, .svg, .pdf"),
     ):
         result = jostle_command("evaluate", *arguments)

@@ -1,6 +1,7 @@
 """Whatever stands in a config, a JSONL file or a run directory: one line or the right numbers, never a traceback.
 
-500 cases here, the same each time; ``JOSTLE_FUZZ=10000 python -m pytest tests/test_fuzz.py`` tries others, and more.
+500 cases here, the same each time; ``JOSTLE_FUZZ=10000 python -m pytest tests/test_fuzz.py`` tries others, and more;
+``--record FILE`` writes what became of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,14 @@ def cases(share: float) -> Any:
     )
 
 
+@pytest.fixture
+def tally(record: Callable[..., None]) -> Iterator[Counter[str]]:
+    """What became of the cases of a test."""
+    counts: Counter[str] = Counter()
+    yield counts
+    record(cases=counts.total(), **counts)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -52,17 +63,30 @@ JSON = st.recursive(
 
 # --- texts ---
 
+
+def _line(record: Any) -> bytes:
+    return json.dumps(record).encode()
+
+
 FIELDS = st.sampled_from(["text", "prompt", "completion", "messages", "role", "content", "other"])
 CONTENT = JSON | st.sampled_from(["one two three", "", "\x00", "\ud800", "the capital", " "])
 MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "x"]), st.sampled_from(["user", "assistant", ""]) | JSON)
 RECORD = st.dictionaries(FIELDS, CONTENT | st.lists(MESSAGE, max_size=3), max_size=4) | JSON
-LINE = RECORD.map(lambda record: json.dumps(record).encode()) | st.binary(max_size=12)
+WORDS = st.lists(st.sampled_from(["one", "two", "the", "capital", "\u00e9", "?"]), min_size=2, max_size=20).map(
+    " ".join
+)
+SOUND = st.builds(lambda words: {"text": words}, WORDS) | st.builds(
+    lambda prompt, completion: {"prompt": prompt, "completion": " " + completion}, WORDS, WORDS
+)
+# Mostly sound, since all lines of a file have to be for it to be read.
+KIND = st.integers(0, 5)
+LINE = KIND.flatmap(lambda kind: st.binary(max_size=12) if kind == 0 else (RECORD if kind == 1 else SOUND).map(_line))
 TOKENIZER = make_tokenizer()
 
 
 @cases(0.4)
 @given(lines=st.lists(LINE, max_size=4))
-def test_texts(lines: list[bytes]) -> None:
+def test_texts(tally: Counter[str], lines: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "train.jsonl"
         path.write_bytes(b"\n".join(lines))
@@ -72,6 +96,7 @@ def test_texts(lines: list[bytes]) -> None:
             said = str(refusal)
         else:
             said = ""
+    tally["refused" if said else "read"] += 1
     if said:
         assert said.startswith("train: got ")
         assert "\n" not in said
@@ -107,7 +132,7 @@ CHANGE = st.tuples(st.sampled_from(PATHS), SMALL_NUMBERS | JSON | st.sampled_fro
 
 @cases(0.2)
 @given(changes=st.lists(CHANGE, min_size=1, max_size=3), cut=st.none() | st.integers(0, 400))
-def test_configs(place: Path, changes: list[tuple[tuple[str, ...], Any]], cut: int | None) -> None:
+def test_configs(place: Path, tally: Counter[str], changes: list[tuple[tuple[str, ...], Any]], cut: int | None) -> None:
     config = yaml.safe_load((place / "run" / "config.yaml").read_text())
     for path, value in changes:
         inner = config
@@ -122,6 +147,7 @@ def test_configs(place: Path, changes: list[tuple[tuple[str, ...], Any]], cut: i
         result = jostle_command("run", out, "--config", file)
         last = (result.stderr.strip().splitlines() or [""])[-1]
         assert result.exit_code in (0, 2, 3), result.stderr
+        tally[{0: "sampled", 2: "refused", 3: "all chains failed"}[result.exit_code]] += 1
         if result.exit_code == 2:
             assert last.startswith("jostle: "), result.stderr
             assert not out.exists()  # nothing half-written
@@ -141,7 +167,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 @cases(0.4)
 @given(data=st.data())
-def test_run_directories(run: tuple[Path, np.ndarray], data: st.DataObject) -> None:
+def test_run_directories(run: tuple[Path, np.ndarray], tally: Counter[str], data: st.DataObject) -> None:
     whole, expected = run
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     with tempfile.TemporaryDirectory() as temporary:
@@ -169,6 +195,7 @@ def test_run_directories(run: tuple[Path, np.ndarray], data: st.DataObject) -> N
             values = jostle.load(out).influence().values
         except (jostle.InputError, ChainsFailedError) as refusal:
             values, said = None, str(refusal)
+        tally["refused" if values is None else "right"] += 1
         if values is not None:
             np.testing.assert_array_equal(values, expected)
         else:

@@ -65,6 +65,8 @@ def sample(out: Path, **changes: Any) -> jostle.Run:
         model = settings.pop("wrapped")(model)
     if settings.pop("other_data_on_rank_one", False) and os.environ.get("RANK") == "1":
         train = (train[0] + 1, train[1])
+    if settings.pop("other_seed_on_rank_one", False) and os.environ.get("RANK") == "1":
+        settings["seed"] = 1
     return jostle.attribute(
         model, train, query, loss=jostle.losses.regression(), observables={"first": first}, out=out, progress=False,
         posterior=jostle.Posterior(n_beta=50.0, localization=100.0), **settings,
@@ -237,11 +239,13 @@ def test_a_run_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None
     assert [path.name for path in out.iterdir()] == [".lock"]
 
 
-def test_other_data_on_one_rank_is_refused(tmp_path: Path) -> None:
+def test_other_data_or_settings_on_one_rank_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     said = end(start(2, out, other_data_on_rank_one=True), out)
     assert re.match(r"InputError: train: got fingerprint \w+ on rank 1, expected \w+, as on rank 0", said[0] or "")
     assert (said[1] or "").startswith("RankLostError: rank 0 of 2 failed: train: got fingerprint")
+    said = end(start(2, out, other_seed_on_rank_one=True), out)
+    assert re.match(r"InputError: config: got fingerprint \w+ on rank 1, expected \w+, as on rank 0", said[0] or "")
     assert not out.exists()
 
 

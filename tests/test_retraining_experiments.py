@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import calibration, samplers
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
+from experiments import calibration, cifar10_retraining, language_retraining, samplers
+from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run, sample
 from torch import nn
 
 import jostle
@@ -75,6 +75,21 @@ def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> 
     # Either it was still being prepared, or it stands at a checkpoint.
     manifest = tmp_path / "work" / "all" / "runs" / "small" / "manifest.json"
     assert not manifest.exists() or json.loads(manifest.read_text())["status"] == "sampling"
+
+
+def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
+    """Each is accepted by its sampler; only sizes are smaller here."""
+    grid = language_retraining.sweep()
+    corners = dict([*grid.items()][:: len(grid) - 1])
+    settings = {**cifar10_retraining.BIF, **{f"{name}, language": one for name, one in language_retraining.BIF.items()}}
+    for name, given in {**settings, **corners}.items():
+        small = {**given, "chains": 1, "draws": 2, "batch_size": 8, "burn_in": min(1, given.get("burn_in", 0))}
+        made, about = sample(
+            fit(np.arange(40), 0), TRAIN_SET, QUERY_SET, small, weights="all", budget=Budget(10), out=tmp_path / name,
+            loss=jostle.losses.classification(),
+        )  # fmt: skip
+        assert made.draws == 2
+        assert about["failed_chains"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer

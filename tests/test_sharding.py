@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -199,6 +200,29 @@ def test_a_chain_that_fails_on_one_rank_has_failed_on_both(tmp_path: Path) -> No
     out = tmp_path / "run"
     assert end(start(2, out, work=sampled, shards=2, sampler=Faulty(step_size=1e-3)), out) == ["6 draws"] * 2
     assert sorted(jostle.load(out).manifest["failed_chains"], key=lambda failure: failure["chain"]) == expected
+
+
+class PlannedError(Exception):
+    pass
+
+
+def planned(out: Path) -> str:
+    told: list[str] = []
+
+    def tell(lines: list[str]) -> None:
+        told.extend(lines)
+        raise PlannedError
+
+    with pytest.raises(PlannedError):
+        sample(out, shards=2, dry_run=tell)
+    return told[0]
+
+
+def test_a_plan_is_told_and_nobody_is_missed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for said in end(start(2, out, work=planned), out):
+        assert re.match(r"weights that move   96 of a model of 384 bytes, on 2 ranks", said or "")
+    assert not out.exists()
 
 
 def test_one_interrupted_rank_stops_its_crew_at_the_same_step(tmp_path: Path) -> None:

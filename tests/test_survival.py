@@ -553,7 +553,7 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "draws: got 5 for" in result.stderr
     assert "expected more, in all" in result.stderr
-    assert "neither --draws nor --chains" in jostle_command("extend", tmp_path / "run").stderr
+    assert "neither --draws nor --chains nor --query" in jostle_command("extend", tmp_path / "run").stderr
 
 
 def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, says: Says) -> None:
@@ -563,3 +563,17 @@ def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, s
     assert "made from Python: its config.yaml names neither model nor data" in result.stderr
     assert "call jostle.attribute again with the same arguments and out=" in result.stderr
     says("jostle resume of a run made from Python", result.stderr.splitlines()[-1], 2)
+
+
+def test_a_run_without_its_queries_is_another(tmp_path: Path) -> None:
+    phi = {"first": lambda model: next(model.parameters()).reshape(-1)[:1]}
+    sample(tmp_path, observables=phi)
+    with pytest.raises(jostle.InputError, match=r"a run whose query has fingerprint \w+, expected None"):
+        sample(tmp_path, observables=phi, query=None)
+
+
+def test_texts_may_hold_any_separator(tmp_path: Path) -> None:
+    texts = [{"text": f"one\u2028two\u0085{number}"} for number in range(9)]
+    run = sample(tmp_path, examples={"train": texts, "query": texts[:2]})
+    assert run.examples("train") == texts
+    assert examine(tmp_path) == []

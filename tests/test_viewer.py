@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -15,9 +16,9 @@ import jostle
 from jostle.run import Run
 from jostle.scores import Scores
 from jostle.traces import Traces
-from jostle.viewer.reading import RunSource
 from jostle.viewer.report import write_report
-from viewing import needs_browser, served, token_run, write_run
+from jostle.viewer.sources import RunSource, open_sources
+from viewing import CLICK, needs_browser, served, token_run, words, write_run
 
 pytestmark = needs_browser
 
@@ -112,6 +113,9 @@ def test_the_keyboard_is_enough(texts: Path, page: Any) -> None:
     with served(texts) as address:
         page.goto(address)
         coloured(page)
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")  # past the header
+        assert page.evaluate("document.activeElement.id") == "main"
         page.keyboard.press("]")  # the next query
         page.keyboard.press("ArrowRight")  # its first scored token
         page.keyboard.press("ArrowRight")
@@ -187,16 +191,13 @@ def test_a_link_reopens_exactly_this_view(texts: Path, page: Any) -> None:
         page.get_by_role("button", name="Harmful").click()
         page.get_by_role("searchbox").fill("source:book")
         coloured(page)
-        link, before = page.url, page.locator("main").inner_text()
         other = page.context.new_page()
-        other.goto(link)
+        other.goto(page.url)
         coloured(other)
-        other.wait_for_selector(".error:not(:empty)")
-        page.wait_for_selector(".error:not(:empty)")
+        for one in (page, other):
+            one.wait_for_selector(".error:not(:empty)")
+        assert "source: book" in page.locator("main").inner_text()
         assert other.locator("main").inner_text() == page.locator("main").inner_text()
-        assert (
-            re.sub(r"± \d\.\d+", "", before)[:40] == re.sub(r"± \d\.\d+", "", other.locator("main").inner_text())[:40]
-        )
         assert other.locator(".token[aria-selected=true]").count() == 3
         other.close()
 
@@ -250,6 +251,12 @@ def test_texts_are_shown_as_text(tmp_path: Path, page: Any) -> None:
         assert "<svg onload=alert(4)>" in page.locator(".fields").first.inner_text()
         train_token(page, int(page.locator(".card").first.get_attribute("data-index")), 1).hover()
         assert page.locator(".tip img").count() == 0
+        # A token that turns the direction of writing round does not do so to the next one.
+        boxes = page.locator(".query-pane > .text .token").evaluate_all(
+            "tokens => tokens.map(t => [...t.getClientRects()]).map(r => [r[0].left, r[0].top, r.at(-1).right, r.at(-1).top])"
+        )
+        for (_, _, right, above), (left, top, _, _) in itertools.pairwise(boxes):
+            assert top > above + 2 or left >= right - 1
     report = tmp_path / "report.html"
     report.write_text(write_report([RunSource(run, Run)], queries=[0], k=3), encoding="utf-8")
     page.goto(report.as_uri())
@@ -277,6 +284,32 @@ def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, p
         (run / "manifest.json").write_text(json.dumps(manifest))
         page.wait_for_selector(".verdict h2:not(:has-text('So far'))", timeout=20_000)
         assert page.locator(".progress").count() == 0
+
+
+def test_the_focus_stays_while_a_run_samples(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run", recorded=[20, 20, 0])
+    with served(run) as address:
+        page.goto(address)
+        coloured(page)
+        page.locator(".texts .token[tabindex]").nth(2).focus()
+        before = page.evaluate("[document.activeElement.place, document.activeElement.position]")
+        traces = Traces(run / "traces.zarr", writable=True)
+        for name in ("train", "query"):
+            traces.record(name, [2], 0, np.asarray(traces.losses(name)[0:1, :20]) + 0.01)
+        page.wait_for_selector("header:has-text('20 draws of 3 chains')", timeout=20_000)
+        coloured(page)
+        assert page.evaluate("[document.activeElement.place, document.activeElement.position]") == before
+
+
+def test_scores_that_cannot_be_relied_on_say_so_everywhere(tmp_path: Path, page: Any) -> None:
+    run = token_run(tmp_path / "run", draws=6)
+    level = Run(run).diagnostics()["verdict"]["level"]
+    assert level != "good"
+    with served(run) as address:
+        page.goto(address + "#view=tokens")
+        page.wait_for_selector(f"header .badge.{level}")
+        page.locator(f"header .badge.{level}").click()
+        page.wait_for_selector(f".health-view[data-ready] .verdict.{level}")
 
 
 def test_a_damaged_run_says_so_on_the_page(tmp_path: Path, page: Any) -> None:
@@ -338,6 +371,66 @@ def test_images_beside_another_method(images: tuple[Path, Path], page: Any) -> N
         assert page.locator(".compare-view circle").count() == 40
         rank = spearmanr(ours, theirs).statistic
         assert f"{rank:.2f} of this query's scores" in page.locator(".facts").inner_text()
+        # By the keyboard: to the first point, to the nearest on its right, and open it.
+        page.locator(".dot[tabindex='0']").focus()
+        page.keyboard.press("ArrowRight")
+        x, y = (
+            page.locator(".dot").evaluate_all(f"dots => dots.map(d => +d.getAttribute('{name}'))")
+            for name in ("cx", "cy")
+        )
+        along, across = np.array(x) - x[0], np.abs(np.array(y) - y[0])
+        nearest = int(np.argmin(np.where(along > 0.5, along + 2 * across, np.inf)))
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f".opened h3:has-text('train {nearest}')")
+        assert page.evaluate("document.activeElement.dataset.index") == str(nearest)
+
+
+def test_a_thousand_images_can_be_shown_by_two_methods(tmp_path: Path, page: Any) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, size=(1000, 3, 3, 1), dtype=np.uint8)
+    run = write_run(tmp_path / "run", sizes={"train": 1000, "query": 1}, images={"train": pixels, "query": pixels[:1]})
+    values = np.random.default_rng(1).normal(size=(1000, 1)).astype(np.float32)
+    Scores(values=values, method="gradsim").save(tmp_path / "other.safetensors")
+    with served(run, tmp_path / "other.safetensors") as address:
+        page.goto(address + "#count=96")
+        page.wait_for_selector(".images-view[data-ready]")
+        page.get_by_role("button", name="Show more").click()
+        page.wait_for_selector(".method:last-child .harmful li:nth-child(192)")
+        assert page.get_by_role("button", name="Show more").count() == 0
+        last = page.locator(".method:last-child .harmful li").last
+        index = int(last.get_attribute("data-index"))
+        assert index == int(np.argsort(-values[:, 0])[191])
+        pixel = last.locator("canvas").evaluate("c => c.getContext('2d').getImageData(1, 2, 1, 1).data[0]")
+        assert pixel == pixels[index, 2, 1, 0]
+
+
+def test_a_report_of_images_opens_without_a_network(images: tuple[Path, Path], tmp_path: Path, page: Any) -> None:
+    run, baseline = images
+    report = tmp_path / "report.html"
+    report.write_text(write_report(open_sources([run, baseline], Run), queries=[2], k=5), encoding="utf-8")
+    page.context.set_offline(True)
+    page.goto(report.as_uri())
+    page.wait_for_selector(".images-view[data-ready]")
+    ours = jostle.load(run).influence(normalize=True).posterior_correlation[:, 2]
+    for section, scores in zip(page.locator(".method").all(), (ours, -Scores.load(baseline).values[:, 2]), strict=True):
+        shown = section.locator(".helpful li").evaluate_all("items => items.map(i => +i.dataset.index)")
+        assert shown[:5] == np.argsort(-scores)[:5].tolist()
+        section.locator("canvas").first.wait_for()
+    page.locator("[data-view=compare]").click()
+    page.wait_for_selector(".compare-view[data-ready]")
+    assert page.locator(".dot").count() == 40
+    # On the map the other examples are pale, whatever the colours mean; both layouts are there.
+    page.locator("[data-view=map]").click()
+    page.wait_for_selector(".map-view[data-ready]")
+    absent = 40 - len(
+        page.evaluate("JSON.parse(document.getElementById('jostle-answers').textContent)")["images"]["0 train"]
+    )
+    assert absent > 5
+    for colour, layout in (("label", "neighbours"), ("query", "principal")):
+        page.get_by_label("Layout").select_option(layout)
+        page.get_by_label("Colour by").select_option(colour)
+        page.wait_for_selector(f"text=/{'Neighbours move' if layout == 'neighbours' else 'Principal axes of'}/")
+        assert page.locator(".place[fill='var(--line)']").count() == absent
+    assert page.locator(".trouble").count() == 0
 
 
 def test_the_map_opens_an_example(images: tuple[Path, Path], page: Any) -> None:
@@ -380,7 +473,17 @@ def test_the_report_opens_from_disk_without_a_network(texts: Path, tmp_path: Pat
     # The other way round, among the queries of the report.
     train_token(page, index, 3).click()
     coloured(page)
-    assert page.locator(".query-pane .card, .query-pane .quiet").count() >= 1
+    page.get_by_role("button", name="Harmful").click()
+    coloured(page)
+    told_harmful = page.locator(".query-pane .card .score").all_inner_texts()
+    page.get_by_role("button", name="Helpful").click()
+    coloured(page)
+    found = [
+        float(text.split()[0].replace("−", "-")) for text in page.locator(".query-pane .card .score").all_inner_texts()
+    ]
+    found += [float(text.split()[0].replace("−", "-")) for text in told_harmful]
+    means = [query[:, :, traces.columns("query").of(k)].mean(2).ravel() for k in (2, 0)]
+    np.testing.assert_allclose(sorted(found), sorted(np.corrcoef(mean, series)[0, 1] for mean in means), atol=6e-3)
     for view in ("health", "map"):
         page.locator(f"[data-view={view}]").click()
         page.wait_for_selector(f".{view}-view[data-ready]")
@@ -404,49 +507,58 @@ def test_a_notebook_shows_the_tokens(texts: Path, tmp_path: Path, page: Any) -> 
     assert value == pytest.approx(correlation(texts, index, 1)[1, 2], abs=6e-5)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_finding_of_an_accessibility_audit(
-    texts: Path, images: tuple[Path, Path], browser: Any, scheme: str
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_every_view_fits_its_window_and_an_accessibility_audit_finds_nothing_serious(
+    texts: Path, images: tuple[Path, Path], tmp_path: Path, browser: Any, scheme: str, width: int
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    sampling, damaged = token_run(tmp_path / "sampling", recorded=[30, 30, 0]), token_run(tmp_path / "damaged")
+    (damaged / "manifest.json").write_text("{")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
     page = context.new_page()
     serious = []
-    with served(texts, *images) as address:
+    with served(texts, *images, sampling, damaged) as address:
         for view in (
             "run=0&view=tokens&from=2",
             "run=0&view=tokens&train=3&token=2",
             "run=1&view=images",
-            "run=1&view=health",
             "run=1&view=map&open=3",
-            "run=1&view=compare",
+            "run=1&view=map&colour=query",
+            "run=1&view=compare&open=3",
+            "run=3&view=health",
+            "run=4",
         ):
+            page.goto("about:blank")
             page.goto(f"{address}#{view}")
-            page.reload()
-            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
+            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready], .trouble")
+            if view == "run=4":
+                page.keyboard.press("?")
             found = Axe().run(page).response["violations"]
             serious += [
                 (view, one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary"))
                 for one in found
                 if one["impact"] in ("serious", "critical")
             ]
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
     context.close()
     assert not serious, serious
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_wider_than_the_window(texts: Path, images: tuple[Path, Path], page: Any, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 800})
-    with served(texts, *images) as address:
-        for view in (
-            "run=0&view=tokens",
-            "run=1&view=images",
-            "run=1&view=health",
-            "run=1&view=map",
-            "run=1&view=compare",
-        ):
-            page.goto(f"{address}#{view}")
-            page.reload()
-            page.wait_for_selector(".tokens-view[aria-busy='false'], main > [data-ready]")
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+def test_a_hundred_thousand_tokens_are_coloured_at_once(tmp_path: Path, page: Any) -> None:
+    lengths = {"train": [125] * 800, "query": [12]}
+    run = write_run(
+        tmp_path / "run", lengths=lengths, draws=20, examples={name: words(each, 0) for name, each in lengths.items()}
+    )
+    with served(run, warm=True) as address:
+        page.goto(address)
+        coloured(page)
+        assert "100,000 tokens" in page.locator(".head").inner_text()
+        took = [page.evaluate(CLICK, position) for position in range(1, 10)]
+        # benchmarks/viewer.py measures it, on half a gigabyte; here other tests run beside it.
+        assert np.median(took) < 1000
+        card = page.locator(".train-pane .card").first
+        index = int(card.get_attribute("data-index"))
+        card.locator(".token").nth(40).hover()
+        assert told(page) == pytest.approx(correlation(run, index, 0)[39, 8], abs=6e-5)
+        assert "of 100,000 tokens" in page.locator(".tip").inner_text()

@@ -292,6 +292,16 @@ def never_ends(run: Path) -> None:
     os.mkfifo(run / "manifest.json")
 
 
+def traces_elsewhere(run: Path) -> None:
+    (run / "traces.zarr").rename(run.parent / "elsewhere.zarr")
+    (run / "traces.zarr").symlink_to(run.parent / "elsewhere.zarr")
+
+
+def traces_never_end(run: Path) -> None:
+    (run / "traces.zarr/zarr.json").unlink()
+    os.mkfifo(run / "traces.zarr/zarr.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "words_"),
     [
@@ -305,7 +315,9 @@ def never_ends(run: Path) -> None:
         (empty_config, "no readable config.yaml"),
         (being_laid_out, "being laid out"),
         (lead_outside, "leads out of the run directory"),
-        (never_ends, "is not a file|no readable"),
+        (never_ends, "manifest.json is not a file"),
+        (traces_elsewhere, "traces.zarr leads out of the run directory"),
+        (traces_never_end, "traces.zarr/zarr.json is not a file"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said(tmp_path: Path, damage: Any, words_: str) -> None:
@@ -404,7 +416,7 @@ def test_no_path_is_read_that_a_request_names(client: TestClient, path: str) -> 
         assert "root:" not in response.text
 
 
-QUESTIONS = ["runs", "examples", "images", "influence", "errors", "health", "compare"]
+QUESTIONS = ["runs", "examples", "images", "influence", "errors", "health", "map", "compare"]
 VALUES = st.one_of(
     st.sampled_from(
         [

@@ -20,11 +20,32 @@ import yaml
 from jostle.config import fingerprint_settings
 from jostle.run import FORMAT, Run
 from jostle.traces import Columns, Traces
-from jostle.viewer.answers import Answers, open_sources
+from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
+from jostle.viewer.sources import open_sources
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+
+# What a person would see: from the press of the button until the browser has painted the new colours.
+CLICK = """
+async (position) => {
+  const view = document.querySelector(".tokens-view");
+  const token = document.querySelectorAll(".query-pane > .text .token")[position];
+  const done = new Promise((resolve) => {
+    const observer = new MutationObserver(() => {
+      if (view.getAttribute("aria-busy") === "false") { observer.disconnect(); resolve(); }
+    });
+    observer.observe(view, { attributes: true });
+  });
+  const start = performance.now();
+  token.dispatchEvent(new PointerEvent("pointerdown", { bubbles: true, button: 0 }));
+  window.dispatchEvent(new PointerEvent("pointerup"));
+  await done;
+  await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+  return performance.now() - start;
+}
+"""
 
 
 def write_run(

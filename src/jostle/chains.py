@@ -70,10 +70,30 @@ class Failure:
     reason: str
 
 
+class Walk(Protocol):
+    """How chains get from draw to draw, and what is seen there."""
+
+    config: Config
+    model: FunctionalModel
+
+    def start(self, chains: list[int]) -> Group:
+        """Put chains at step 0."""
+        ...
+
+    def advance(self, group: Group) -> None:
+        """Move a group by one step."""
+        ...
+
+    def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return what is recorded of a draw."""
+        ...
+
+
 class Dynamics:
     """How chains move and what is seen of them.
 
     Attributes:
+        keeps_weights: whether the weights of every draw are recorded, too.
         center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
             `full_gradient`).
     """
@@ -93,6 +113,7 @@ class Dynamics:
         self._observers, self._observables = observers, observables
         self._center = model.moving.center
         self.center_gradient: Float[Tensor, " weight"] | None = None
+        self.keeps_weights = False
         self._move: Callable[..., Statistics] = self._step
         self._pieces = 1
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
@@ -145,7 +166,7 @@ class Dynamics:
                 assert total is not None
                 return total
             except torch.OutOfMemoryError:
-                if self._pieces >= len(batches[0]):
+                if self._pieces >= len(batches[0]) or self.model.crew.count > 1:
                     raise
             # Only here: an error that is being handled holds on to the memory of what failed.
             self.model.free_memory()
@@ -206,6 +227,9 @@ class Dynamics:
         seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
+        if self.keeps_weights:
+            # A copy, whole however the model is spread: the next step is made in place.
+            seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])
         return seen
 
 
@@ -285,8 +309,9 @@ class TraceRecorder(NoRecorder):
     There is nothing to finish or to restore: draws are on disk, and estimates leave out the chains that failed.
     """
 
-    def __init__(self, traces: Traces, *, buffer_bytes: int = 64 << 20) -> None:
-        self._traces, self._buffer_bytes, self._held = traces, buffer_bytes, 0
+    def __init__(self, traces: Traces, *, first_column: int = 0, buffer_bytes: int = 64 << 20) -> None:
+        self._traces, self._first_column = traces, first_column
+        self._buffer_bytes, self._held = buffer_bytes, 0
         self._chains: list[int] = []
         self._first = 0
         self._pending: dict[str, list[Float[Tensor, "chain column"]]] = {}
@@ -314,7 +339,7 @@ class TraceRecorder(NoRecorder):
 
     def _put(self, chains: list[int], first: int, blocks: dict[str, np.ndarray]) -> None:
         for name, block in blocks.items():
-            self._traces.record(name, chains, first, block)
+            self._traces.record(name, chains, first, block, self._first_column)
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -422,7 +447,7 @@ class Checkpoints:
             chain: read_metadata(self._path(chain))["step"] if self._path(chain).exists() else 0 for chain in chains
         }
 
-    def load(self, chains: list[int], step: int, dynamics: Dynamics, recorder: Recorder) -> Group:
+    def load(self, chains: list[int], step: int, dynamics: Walk, recorder: Recorder) -> Group:
         """Return chains as they were stored at this step."""
         group = dynamics.start(chains)
         if step == 0:
@@ -482,7 +507,7 @@ def _read_tensors(path: Path, *, values: bool) -> tuple[dict[str, Tensor], dict[
             "file",
             got=f"{path}, which is damaged ({str(error).partition(chr(10))[0]})",
             expected="it as Jostle wrote it",
-            fix="delete it, and its chain begins again" if path.parent.name == "state" else "",
+            fix="delete it, and its chain begins again" if path.parent.name in ("state", "replay") else "",
         ) from error
 
 
@@ -499,7 +524,7 @@ class Progress:
 
 
 def run_chains(
-    dynamics: Dynamics,
+    dynamics: Walk,
     recorder: Recorder,
     checkpoints: Checkpoints,
     *,
@@ -541,6 +566,8 @@ def run_chains(
                 clock.took(time.monotonic() - started)
             if stop:
                 raise KeyboardInterrupt
+            if not group.chains:  # the last of them has failed, as was noticed just now
+                break
             mean_loss = None
             draw, between = divmod(group.step - config.burn_in, config.thin)
             if group.step >= config.burn_in and between == 0:
@@ -556,7 +583,7 @@ def run_chains(
                             break
                         if failed:
                             seen = {name: value[kept] for name, value in seen.items()}
-                        mean_loss = seen["train"].mean().item()
+                        mean_loss = next(iter(seen.values())).mean().item()
                     recorder.record(group.chains, draw, seen)
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
@@ -574,7 +601,7 @@ def run_chains(
 
 
 def _groups(
-    dynamics: Dynamics, recorder: Recorder, checkpoints: Checkpoints, chains: list[int], at_once: int
+    dynamics: Walk, recorder: Recorder, checkpoints: Checkpoints, chains: list[int], at_once: int
 ) -> Iterator[Group]:
     """Chains that stand at the same step, at most ``at_once`` together."""
     steps = checkpoints.steps(chains)
@@ -597,7 +624,8 @@ class _Health:
         """Take note of what is finite at a draw, without asking yet."""
         # One pass that writes nothing: a sum is finite only if all its terms are.
         weights = torch.isfinite(group.weights.sum(1))
-        losses = torch.stack([torch.isfinite(values.to(weights.device).sum(1)) for values in seen.values()]).all(0)
+        values = [value.to(weights.device) for name, value in seen.items() if name != "weights"]
+        losses = torch.stack([torch.isfinite(value.sum(1)) for value in values]).all(0)
         self._looks.append((group.step, weights, losses))
 
     def due(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, RightPadded
@@ -142,6 +142,17 @@ class Data:
                 expected="examples that can be read at any time",
                 fix="mend it and do the same again: a run that had begun goes on from its last checkpoint",
             ) from error
+
+    def part(self, chosen: range) -> Data:
+        """Return consecutive samples as a data set of their own."""
+        span = slice(chosen.start, chosen.stop)
+        samples: Any = None if self._columns is not None and self.lengths is None else self._samples
+        if samples is None:
+            source = map_tensors(self._columns, lambda tensor: tensor[span])
+        else:
+            source = samples[span] if self._kept else Subset(samples, chosen)
+        collate = None if self._collate is collate_samples else self._collate
+        return Data(source, self.name, collate=collate, device=self._device)
 
     def whole(self) -> Batch:
         """Return every sample as one batch, made once."""

@@ -232,7 +232,7 @@ def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) 
     centered = wide - (mean if centering == "pooled" else chain_means)
     # What is left of a loss that never moved is the rounding of its mean, which would correlate perfectly with others'.
     rounding = 4 * torch.finfo(values.dtype).eps * mean.abs()
-    return torch.where(centered.abs().amax((0, 1)) > rounding, centered, 0).to(values.dtype), share
+    return torch.where(centered.abs().amax((0, 1)) <= rounding, 0, centered).to(values.dtype), share
 
 
 def _moment(A: Tensor, B: Tensor, divisor: float, normalize: bool) -> Tensor:

@@ -214,6 +214,7 @@ class InPlace(FunctionalModel):
     def free_memory(self) -> None:
         """Give back what is kept for speed alone: no more CUDA graphs, each of which holds its working memory."""
         self._graphs = None
+        self._prefix.forget()
         super().free_memory()
 
     def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

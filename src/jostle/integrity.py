@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from jostle.chains import load_sums, read_tensors
-from jostle.errors import InputError
-from jostle.run import Run, check_config, read_config, read_manifest
+from jostle.errors import InputError, StorageError
+from jostle.run import Run, check_config, place_of_traces, read_config, read_manifest
 from jostle.traces import Traces
 
 Kind = Literal["damaged", "unfinished", "failed chain"]
@@ -34,6 +34,7 @@ def examine(directory: Path) -> list[Finding]:
 
     Raises:
         InputError: there is no run in this directory.
+        StorageError: its traces are elsewhere, and cannot be reached.
     """
     if not (directory / "manifest.json").is_file():
         read_manifest(directory)
@@ -43,6 +44,8 @@ def examine(directory: Path) -> list[Finding]:
         """What a check returns; what it says where it fails becomes a finding."""
         try:
             return check(*arguments)
+        except StorageError:
+            raise
         except InputError as error:
             findings.append(Finding("damaged", str(error)))
         except Exception as error:  # whatever else damage may lead to is damage, too
@@ -61,16 +64,16 @@ def examine(directory: Path) -> list[Finding]:
         findings.append(Finding("failed chain", f"{where}: {failure.get('reason')}"))
     center = attempt(_check_tensors, directory / "center.safetensors")
     if config["keep"] == "traces":
-        traces = attempt(Traces, directory / "traces.zarr")
+        traces = attempt(lambda: Traces(place_of_traces(directory, manifest)))
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:
             attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, complete)
-        if traces is not None and center is not None:
+        if traces is not None and center is not None and "replay" not in manifest:  # both are being widened
             attempt(_check_names, traces, center)
             for name in traces.sets:
                 attempt(_check_center, traces, name, center)
     elif complete:
         attempt(_check_sums, directory / "covariance.safetensors", config, manifest)
-    for path in sorted((directory / "state").glob("*.safetensors")):
+    for path in sorted(path for place in ("state", "replay") for path in (directory / place).glob("*.safetensors")):
         attempt(_check_tensors, path)
     for path in sorted((directory / "examples").glob("*.jsonl")):
         attempt(_check_examples, path)
@@ -85,7 +88,7 @@ def _check_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors, _ = read_tensors(path)
     for name, value in tensors.items():
         # A chain that failed may stand at a checkpoint that is not finite: it is not used.
-        if path.parent.name != "state" and not torch.isfinite(value).all():
+        if path.parent.name not in ("state", "replay") and not torch.isfinite(value).all():
             raise _damaged(str(path), f"{name} with values that are not finite", "finite values")
     return tensors
 
@@ -111,9 +114,12 @@ def _check_trace(
     if missing:
         raise _damaged("traces", f"no {', '.join(missing)}", "every chunk")
     for chain in chains:
-        finite = np.isfinite(trace[int(chain)]).all(1)
-        if not finite.all():
-            raise _damaged(name, f"chain {chain}, draw {int(np.argmin(finite))}, not finite", "finite values")
+        for first in range(0, trace.shape[1], trace.chunks[1]):
+            finite = np.isfinite(trace[int(chain), first : first + trace.chunks[1]]).all(1)
+            if not finite.all():
+                raise _damaged(
+                    name, f"chain {chain}, draw {first + int(np.argmin(finite))}, not finite", "finite values"
+                )
 
 
 def _check_names(traces: Traces, center: dict[str, torch.Tensor]) -> None:
@@ -150,7 +156,7 @@ def _check_sums(path: Path, config: dict[str, Any], manifest: dict[str, Any]) ->
 
 def _check_examples(path: Path) -> None:
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().split("\n") if line]
     except ValueError as error:
         raise _damaged(str(path), f"a line that is not JSON ({error})", "one object a line") from error
     if not all(isinstance(line, dict) for line in lines):

@@ -27,11 +27,13 @@ from torch import Tensor
 from jostle._version import __version__
 from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
+from jostle.data import Data
 from jostle.errors import InputError, StorageError
 from jostle.execution import Execution
 from jostle.observing import Observer
-from jostle.run import FORMAT, manifest_checksum, read_config, read_manifest
+from jostle.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.stopping import next_round
+from jostle.stores import Place, check_url, require_free
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
@@ -41,6 +43,9 @@ BEGUN = ".begun"
 LOCK = ".lock"
 """Locked by whoever writes to the run; the lock goes with its process, the empty file stays."""
 
+ADDING_QUERIES = "adding queries"
+"""The status of a run that has all its draws, and of these not yet the losses of queries that came later."""
+
 KEPT_STATE_BYTES = 1 << 30
 """Where the chains of a finished run stand is kept up to this size, for those who want more draws of them; without it,
 chains walk again from w* and arrive at the same place."""
@@ -49,8 +54,27 @@ VISIBLE_SECONDS = 60.0
 """How long a network file system may take to show to one machine what another has written."""
 
 
-def place_for(out: str | Path | None) -> Path:
-    """Where the run goes; refuses a place that cannot hold one before any work is done for it."""
+def place_for(out: str | Path | None, traces: str | None = None) -> Path:
+    """Where the run goes; refuses places that cannot hold it or its traces before any work is done for it."""
+    directory = _directory_for(out)
+    if traces is not None:
+        url = check_url(traces)
+        if (directory / "manifest.json").is_file():
+            there = place_of_traces(directory, read_manifest(directory))
+            if there != url:
+                raise InputError("traces", got=f"{url} for {directory}, whose traces are in {there}", expected="those")
+        elif not _begun_at(directory, url):
+            require_free(url)
+    return directory
+
+
+def _begun_at(directory: Path, place: Place) -> bool:
+    """Whether a run was begun here, and not finished being laid out, whose traces are at this place."""
+    begun = directory / BEGUN
+    return begun.is_file() and begun.read_text() == str(place)
+
+
+def _directory_for(out: str | Path | None) -> Path:
     if out is None:
         # Kept to the end of the process, not of the returned object: arrays are read lazily.
         temporary = Path(tempfile.mkdtemp(prefix="jostle-"))
@@ -128,17 +152,22 @@ def open_run(
     config: Config,
     at_center: Mapping[str, Tensor],
     tolerance: float,
+    query: Data | None,
+    *,
+    keep_weights: bool,
 ) -> dict[str, Any] | None:
     """The manifest of the run that is there already, None where there is none; refuses that of another run.
 
-    The same run with more chains or draws is not another: it is extended.
+    The same run with more chains, draws or queries is not another: it is extended.
     """
     if not (directory / "manifest.json").is_file():
         return None
     manifest = read_manifest(directory)
-    for name, ours in fingerprints.items():
-        theirs = manifest["fingerprints"].get(name)
-        if theirs != ours and not (name == "config" and _extends(config, manifest)):
+    more_queries = _has_more_queries(directory, fingerprints, config, manifest, query)
+    for name in manifest["fingerprints"].keys() | fingerprints.keys():
+        theirs, ours = manifest["fingerprints"].get(name), fingerprints.get(name)
+        extended = (name == "config" and _extends(config, manifest)) or (name == "query" and more_queries)
+        if theirs != ours and not extended:
             difference = _difference(directory, name, config.to_dict())
             raise InputError(
                 "out",
@@ -146,10 +175,19 @@ def open_run(
                 expected=f"{ours}, as passed now",
                 fix="choose another directory, or delete this one",
             )
+    if keep_weights and not Traces(place_of_traces(directory, manifest)).keeps_weights:
+        raise InputError(
+            "keep_weights",
+            got=f"True for {directory}, a run begun without",
+            expected="it from the first draw on",
+            fix="choose another directory; queries can be added to this one all the same",
+        )
     # Functions have no fingerprint; their values at w* stand for one.
     stored, _ = read_tensors(directory / "center.safetensors")
     for name, now in at_center.items():
         then = stored.get(name, torch.empty(0))
+        if name == "loss on query" and (more_queries or "replay" in manifest):
+            now = now[: len(then)]
         same_shape = then.shape == now.shape
         if not same_shape or (then - now.cpu()).norm() > max(1e-3, tolerance) * then.norm() + 1e-6:
             raise InputError(
@@ -159,6 +197,26 @@ def open_run(
                 fix="choose another directory, or delete this one",
             )
     return manifest
+
+
+def _has_more_queries(
+    directory: Path, fingerprints: dict[str, str], config: Config, manifest: dict[str, Any], query: Data | None
+) -> bool:
+    """Whether the queries are those of the run that is there, and more after them."""
+    theirs = manifest["fingerprints"].get("query")
+    if query is None or theirs in (None, fingerprints["query"]) or config.keep != "traces":
+        return False
+    there = Traces(place_of_traces(directory, manifest)).columns("query").samples
+    if there >= len(query) or query.part(range(there)).fingerprint() != theirs:
+        return False
+    if manifest["status"] != "complete":
+        raise InputError(
+            "query",
+            got=f"{len(query) - there} more for {directory}, which is not finished",
+            expected="a complete run to add queries to",
+            fix="go on with what it was given before, and add them then",
+        )
+    return True
 
 
 def _extends(config: Config, manifest: dict[str, Any]) -> bool:
@@ -172,23 +230,69 @@ def _extends(config: Config, manifest: dict[str, Any]) -> bool:
     return dataclasses.replace(config, **there).fingerprint() == manifest["fingerprints"]["config"]
 
 
-def go_on(directory: Path, config: Config, source: Mapping[str, Any] | None, manifest: dict[str, Any]) -> None:
+def go_on(
+    directory: Path,
+    config: Config,
+    source: Mapping[str, Any] | None,
+    manifest: dict[str, Any],
+    query: tuple[str, Observer] | None,
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
     """Make what is there ready to go on: clear away what a crash left, and make room for what is asked for now.
 
-    ``recorded`` in the manifest says what was complete when the run was extended.
+    ``recorded`` in the manifest says what was complete when the run was extended, and ``replay`` which of its queries
+    were there at so many draws of its chains; ``query`` is their fingerprint now, and who observes them.
     """
     for leftover in directory.rglob("*.partial"):
         leftover.unlink()
-    fingerprint = config.fingerprint()
-    if manifest["fingerprints"]["config"] != fingerprint:
-        if manifest["status"] == "complete":
+    source = source or read_config(directory).get("source")
+    fingerprint, before = config.fingerprint(), manifest["fingerprints"].copy()
+    if query is not None and before["query"] != query[0]:
+        _require_examples(directory, examples)
+        columns = Traces(place_of_traces(directory, manifest)).columns("query")
+        recorded = {"chains": manifest["planned"]["chains"], "draws": manifest["draws"]}
+        manifest["replay"] = {"queries": columns.samples, "columns": columns.total, **recorded}
+        # What names the queries comes first: whoever resumes after a crash from here on adds them.
+        settings = read_config(directory) | ({"source": dict(source)} if source else {})
+        _replace(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        manifest["fingerprints"]["query"] = query[0]
+    if before["config"] != fingerprint:
+        if manifest["status"] in ("complete", ADDING_QUERIES):
             manifest["recorded"] = manifest["planned"]
         manifest |= {"status": "sampling", "draws": 0}
+    elif manifest["status"] == "complete":
+        manifest["status"] = ADDING_QUERIES
+    if before != manifest["fingerprints"] or before["config"] != fingerprint:
         write_manifest(directory, manifest)  # first of all, so that nobody takes what follows for a finished run
-    _write_config(directory, config, source or read_config(directory).get("source"))
+    if query is not None and "replay" in manifest:
+        _make_room(directory, manifest, query[1], examples)
+    _write_config(directory, config, source)
     manifest["fingerprints"]["config"] = fingerprint
     manifest["planned"] = {"chains": config.chains, "draws": config.draws}
     write_manifest(directory, manifest)
+
+
+def _require_examples(directory: Path, examples: Mapping[str, Any]) -> None:
+    """Refuse queries without what is shown of them, where the run has that of its first ones."""
+    if "query" not in examples and (directory / "examples" / "query.jsonl").is_file():
+        raise InputError("examples", got="none of the queries", expected=f"all of them: {directory} keeps those it has")
+
+
+def _make_room(
+    directory: Path,
+    manifest: dict[str, Any],
+    observer: Observer,
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """Make room for more queries, after the columns that are there; done twice, it is the same."""
+    old = manifest["replay"]["columns"]
+    center, about = read_tensors(directory / "center.safetensors")
+    now = observer.center_losses.cpu()
+    center["loss on query"] = torch.cat([center["loss on query"][:old], now[old:]])
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    traces.widen("query", observer.columns, center["loss on query"].numpy())
+    write_tensors(directory / "center.safetensors", center, about)
+    _write_examples(directory, {name: shown for name, shown in examples.items() if name == "query"})
 
 
 def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> None:
@@ -216,7 +320,9 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def new_manifest(fingerprints: dict[str, str], config: Config, moving: MovingWeights) -> dict[str, Any]:
+def new_manifest(
+    fingerprints: dict[str, str], config: Config, moving: MovingWeights, device: torch.device
+) -> dict[str, Any]:
     """Return what is known of a run before its first step."""
     return {
         "format": FORMAT,
@@ -225,7 +331,7 @@ def new_manifest(fingerprints: dict[str, str], config: Config, moving: MovingWei
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "platform": platform.platform(),
-        "device": str(moving.center.device),
+        "device": str(device),
         "fingerprints": {"config": config.fingerprint(), **fingerprints},
         "planned": {"chains": config.chains, "draws": config.draws},
         "moving_weights": moving.total,
@@ -245,40 +351,40 @@ def create_run(
     observers: Mapping[str, Observer],
     at_center: Mapping[str, Tensor],
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
+    weights: tuple[int, np.dtype] | None,
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
-    images = {name: _images(name, shown) for name, shown in examples.items()}
-    begun = directory / BEGUN
+    for name, shown in examples.items():
+        _images(name, shown)  # refused before anything is written
+    begun, place = directory / BEGUN, place_of_traces(directory, manifest)
+    overwrite = _begun_at(directory, place)
     try:
         if begun.exists():
             _clear(directory)
-        begun.touch()
+        begun.write_text(str(place))
         _write_config(directory, config, source)
-        for name, shown in examples.items():
-            (directory / "examples").mkdir(exist_ok=True)
-            words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
-            lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
-            (directory / "examples" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-            pixels = images[name]
-            if pixels is not None:
-                np.save(directory / "examples" / f"{name}.images.npy", pixels)
+        _write_examples(directory, examples)
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
             traces = Traces.create(
-                directory / "traces.zarr",
+                place,
                 chains=config.chains,
                 steps=config.steps[: next_round(config, 0)],
                 dtype=dtype,
                 sets={name: observer.columns for name, observer in observers.items()},
                 observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
+                weights=weights,
+                overwrite=overwrite,
             )
             for name, observer in observers.items():
                 traces.record_center(name, observer.center_losses.cpu().numpy())
         write_manifest(directory, manifest)
         begun.unlink()
-    except Exception:
+    except Exception as error:
         _clear(directory)
+        if isinstance(place, str) and not isinstance(error, InputError):
+            begun.write_text(str(place))  # what was begun there is the next start's to overwrite
         raise
 
 
@@ -293,6 +399,21 @@ def await_run(directory: Path, rank: int) -> None:
                 expected="a directory on a file system that all ranks share",
             )
         time.sleep(0.1)
+
+
+def _write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Keep what is shown of examples, each file whole or not at all."""
+    for name, shown in examples.items():
+        (directory / "examples").mkdir(exist_ok=True)
+        words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
+        lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
+        _replace(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
+        pixels = _images(name, shown)
+        if pixels is not None:
+            temporary = directory / "examples" / f"{name}.partial"
+            with open(temporary, "wb") as file:
+                np.save(file, pixels)
+            os.replace(temporary, directory / "examples" / f"{name}.images.npy")
 
 
 def _images(name: str, shown: Sequence[Mapping[str, Any]]) -> UInt8[np.ndarray, "sample height width channel"] | None:
@@ -346,14 +467,8 @@ def execution_of(directory: Path) -> Execution | None:
 
 
 def thin_of(directory: Path) -> int:
-    """The steps between draws that were chosen for the run in a directory; 1 where there is none yet."""
-    if not (directory / "manifest.json").is_file():
-        return 1
-    chosen = read_manifest(directory).get("thinning")
-    if chosen is None:
-        there = read_config(directory)["thin"]
-        raise InputError("thin", got=f"'auto' for {directory}, a run begun with {there}", expected=str(there))
-    return chosen["thin"]
+    """The steps between draws of the run in a directory, whoever chose them; 1 where there is none yet."""
+    return read_config(directory)["thin"] if (directory / "manifest.json").is_file() else 1
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Observer:
             try:
                 return self._arrange(model, order, batch_size)
             except torch.OutOfMemoryError:
-                if batch_size == 1:
+                if batch_size == 1 or model.crew.count > 1:  # others of a crew have not run out of it
                     raise
             # Only here: an error that is being handled holds on to the memory of what failed.
             batch_size = self._shrink(model)
@@ -127,7 +127,7 @@ class Observer:
             try:
                 return self._in_order(model.losses(self._loss, weights, batches))
             except torch.OutOfMemoryError:
-                if self.batch_size == 1:
+                if self.batch_size == 1 or model.crew.count > 1:
                     raise
             self._fit(model, self._order, self._shrink(model))
 

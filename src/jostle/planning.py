@@ -44,23 +44,29 @@ class Plan:
     """Where all chains stand, on disk; with ``keep="covariance"``, their sums too."""
     trace_bytes: int
     """Of all draws, on disk."""
+    kept_weight_bytes: int
+    """The weights of all draws, on disk, where they are kept."""
     score_bytes: int
     """The matrix of train × query, when it is asked for."""
     written_bytes: int
     """Of these, what is on disk already."""
     disk_free: int
+    elsewhere: str | None
+    """Where traces are, and the weights of every draw, if not on this disk."""
     memory_free: int | None
     """On a GPU."""
 
     def check(self) -> None:
         """Refuse what cannot fit, and say what would."""
-        room, a_draw = self.disk_free + self.written_bytes - self.state_bytes, self.trace_bytes / self.draws
+        room = self.disk_free + self.written_bytes - self.state_bytes
+        a_draw = 0 if self.elsewhere else (self.trace_bytes + self.kept_weight_bytes) / self.draws
         if a_draw * self.at_least_draws > room:
             fits = int(max(0, room) / a_draw) if a_draw else 0
             raise InputError(
                 "out",
-                got=f"a run of {_size(self.trace_bytes + self.state_bytes)} (traces {_size(self.trace_bytes)}, state "
-                f"of the chains {_size(self.state_bytes)}) where {_size(self.disk_free)} are free",
+                got=f"a run of {_size(self.trace_bytes + self.kept_weight_bytes + self.state_bytes)} (traces "
+                f"{_size(self.trace_bytes)}{self._kept}, state of the chains {_size(self.state_bytes)}) where "
+                f"{_size(self.disk_free)} are free",
                 expected="room for it",
                 fix=f"{fits} draws of each chain would fit" if fits else "choose another disk, or fewer weights",
             )
@@ -73,6 +79,10 @@ class Plan:
                 expected=f"at most {fits}" if fits else "fewer moving weights, or a larger GPU",
             )
 
+    @property
+    def _kept(self) -> str:
+        return f", {_size(self.kept_weight_bytes)} for the weights of every draw" if self.kept_weight_bytes else ""
+
     def lines(self, step_seconds: float, observation_seconds: float) -> list[str]:
         """Return the plan in words, given how long a step and an observation take."""
         thin = self.thin or THIN_WHERE_UNKNOWN
@@ -84,20 +94,30 @@ class Plan:
         repeated = f", {rounds} times" if rounds > 1 else ""
         chosen = "" if self.thin else f" (a pilot will choose thin; here it is {thin})"
         most = "at most " if self.at_least_draws < self.draws else ""
+        where = f" in {self.elsewhere}" if self.elsewhere else ""
         free = "" if self.memory_free is None else f", {_size(self.memory_free)} free"
         return [
             f"weights that move   {self.moving_weights:,} of a model of {_size(self.model_bytes)}{spread}",
             f"chains              {self.chains}, {self.chains_at_once} at once{each}, {most}{self.draws} draws of each",
             f"memory for chains   {_size(self.chain_bytes)}{free}",
-            f"disk                {most}{_size(self.trace_bytes)} for traces, {_size(self.state_bytes)} for the state "
-            f"of the chains, {_size(self.disk_free)} free",
+            f"disk                {most}{_size(self.trace_bytes)} for traces{self._kept}{where}, "
+            f"{_size(self.state_bytes)} for the state of the chains, {_size(self.disk_free)} free",
             f"scores              {_size(self.score_bytes)} when asked for",
             f"time                {most}about {_duration(seconds)}: {steps:,} steps of {1e3 * step_seconds:.3g} ms and "
             f"{self.draws:,} observations of {1e3 * observation_seconds:.3g} ms{repeated}{chosen}",
         ]
 
 
-def make_plan(config: Config, prepared: Prepared, directory: Path, *, pilot: bool, crews: int) -> Plan:
+def make_plan(
+    config: Config,
+    prepared: Prepared,
+    directory: Path,
+    *,
+    pilot: bool,
+    crews: int,
+    keep_weights: bool = False,
+    elsewhere: str | None = None,
+) -> Plan:
     """Return what a run will take, without moving a chain."""
     at_once = prepared.at_once if prepared.together is not None else 1
     model, observers = prepared.alone.model, prepared.observers
@@ -124,8 +144,10 @@ def make_plan(config: Config, prepared: Prepared, directory: Path, *, pilot: boo
         chain_bytes=at_once * (held + 2 * group.weights.nbytes),
         state_bytes=config.chains * held * model.crew.count + (0 if traces else (config.chains + 1) * 8 * scores),
         trace_bytes=config.chains * config.draws * columns * item if traces else 0,
+        kept_weight_bytes=config.chains * config.draws * group.weights.nbytes * model.crew.count if keep_weights else 0,
         score_bytes=item * scores,
         written_bytes=_written(directory),
+        elsewhere=elsewhere,
         disk_free=shutil.disk_usage(place).free,
         memory_free=free_memory(model.device),
     )

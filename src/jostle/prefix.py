@@ -92,6 +92,10 @@ class Prefix:
                 hook.remove()
             self._keep(batch, outputs)
 
+    def forget(self) -> None:
+        """Give back the memory of everything that is kept."""
+        self._kept, self._bytes = {}, 0
+
     def _keep(self, batch: Batch, outputs: list[Any]) -> None:
         if len(outputs) != 1:
             return

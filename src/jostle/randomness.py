@@ -107,6 +107,9 @@ def noise(
             row.normal_(generator=generator)
         if moving.whole is not moving:
             here = [slice(max(place.start, start) - start, min(place.stop, stop) - start) for place in places]
-            block = torch.cat([block[:, part] for part in here if part.start < part.stop], dim=1)
+            parts = [block[:, part] for part in here if part.start < part.stop]
+            if not parts:  # all of it is other ranks'
+                continue
+            block = torch.cat(parts, dim=1)
         yield slice(given, given + block.shape[1]), block
         given += block.shape[1]

@@ -41,7 +41,15 @@ SILENCE_SECONDS = 60.0
 ARRIVAL_SECONDS = 600.0
 """How long the ranks wait for one that has not given any: it may still be loading its model."""
 
+COLLECTIVE_SECONDS = 6 * 3600.0
+"""How long a crew waits in what it does together, while its first rank writes a large checkpoint, say."""
+
 POLL_SECONDS = 0.02
+
+
+class EnoughError(Exception):
+    """What all ranks alike raise to leave a run where nothing went wrong."""
+
 
 Value = TypeVar("Value")
 _runs = itertools.count()
@@ -61,7 +69,8 @@ def join() -> None:
     # torchrun may restart all ranks and keep the store, with the addresses of those that are gone.
     attempt = distributed_c10d.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=patience)
+    limit = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=limit)
     if dist.get_rank():
         logging.getLogger("jostle").setLevel(logging.ERROR)
 
@@ -238,9 +247,10 @@ class Ranks:
         if self.count == 1:
             return
         try:
-            if error is None:
+            if error is None or isinstance(error, EnoughError):
                 self.share(lambda: None)  # rank 0 may host the store, and is the last to leave
-                self._leave()
+                if not self.leads:
+                    self._leave()
                 self.gather(None)
                 return
             with contextlib.suppress(dist.DistError):  # where there is nobody left to tell
@@ -257,9 +267,11 @@ class Ranks:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:  # what a collective raises depends on its backend
-            if self.crew.count == 1 or isinstance(error, JostleError):
+            if self.crew.count == 1 or isinstance(error, (JostleError, EnoughError)):
                 raise
             self.raise_if_lost(within=SILENCE_SECONDS + 3 * BEAT_SECONDS)
+            if self.interrupted():  # torchrun stops everybody when one is gone
+                raise KeyboardInterrupt from error
             raise
 
     def _await_hearing(self) -> None:

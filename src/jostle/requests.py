@@ -48,7 +48,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "weights": (str, list),
     "sampler": (dict,),
     "max_length": (int,),
-    **dict.fromkeys(("model", "train", "query", "sampling", "task"), (str,)),
+    "query": (str, list),
+    **dict.fromkeys(("model", "train", "sampling", "task"), (str,)),
 }
 """What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
@@ -153,7 +154,7 @@ def _with_friction(sampler: Sampler, request: Mapping[str, Any]) -> Sampler:
 
 
 def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings of the run in a directory, with more chains or draws where these are asked for."""
+    """Return the settings of the run in a directory, with more chains, draws or queries where these are asked for."""
     manifest, there = read_manifest(out), read_config(out)
     if "source" not in there:
         raise InputError(
@@ -167,10 +168,25 @@ def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
         if wanted < there[name]:
             raise InputError(name, got=f"{wanted} for {out}, which has {there[name]}", expected="more, in all")
     flags = {name: value for name, value in (changes or {}).items() if value is not None}
+    if "query" in flags:
+        flags["query"] = _more_queries(there["source"], flags["query"])
     device = manifest.get("device")
     if ranks.several() and device:
         device = device.partition(":")[0]  # the number is that of rank 0's; every rank has its own
     return resolve({"device": device} | flags, config=out / "config.yaml")
+
+
+def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
+    """The queries that a run has and those it is to have; one that is among them already is not added again."""
+    if "query" not in source:
+        raise InputError(
+            "query",
+            got=f"{', '.join(added)} for a run of a task",
+            expected="queries from its build()",
+            fix="let it return more, after those that are there, and jostle resume adds them",
+        )
+    there = source["query"] if isinstance(source["query"], list) else [source["query"]]
+    return list(dict.fromkeys([*there, *map(_absolute, added)]))
 
 
 def calibrated(
@@ -263,7 +279,7 @@ def carry_out(
         examples=task.examples,
         dry_run=dry_run,
         **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in (*LATER, "compile", "shards") if name in request},
+        **{name: request[name] for name in (*LATER, "compile", "keep_weights", "shards", "traces") if name in request},
         **options,
     )
     if run.manifest.get("thinning"):
@@ -282,7 +298,10 @@ def _posterior(request: dict[str, Any], task: Task) -> Posterior:
 
 def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the model and the data of a request come from, as full paths."""
-    return {name: _absolute(request[name]) for name in SOURCES if name in request}
+    named = {name: _absolute(request[name]) for name in SOURCES if name in request}
+    if isinstance(named.get("query"), list):
+        named["query"] = named["query"][0] if len(named["query"]) == 1 else [*map(_absolute, named["query"])]
+    return named
 
 
 def task_of(request: Mapping[str, Any]) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +24,10 @@ from jostle.estimate import (
     covariance_from_sums,
 )
 from jostle.scores import Scores
+from jostle.stores import Place, check_url
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
-from jostle.viewer.reading import RunSource
 from jostle.viewer.report import Inline, write_report
+from jostle.viewer.sources import RunSource
 
 Reduction = Literal["mean", "sum"]
 
@@ -118,12 +119,12 @@ class Run:
                 expected="a run that kept its traces",
                 fix="sample with keep='traces'",
             )
-        return Traces(self.directory / "traces.zarr")
+        return Traces(place_of_traces(self.directory, self.manifest))
 
     def examples(self, name: str) -> list[dict[str, Any]]:
         """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
         path = self.directory / "examples" / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [json.loads(line) for line in path.read_text().split("\n") if line] if path.is_file() else []
 
     def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
         """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""
@@ -340,6 +341,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def place_of_traces(directory: Path, manifest: Mapping[str, Any]) -> Place:
+    """Return where the traces of a run are: in its directory, unless the manifest names a store elsewhere."""
+    elsewhere = manifest.get("traces")
+    return directory / "traces.zarr" if elsewhere is None else check_url(elsewhere)
+
+
 def manifest_checksum(manifest: dict[str, Any]) -> str:
     """Return a hash of a manifest, which is kept in it."""
     return fingerprint_settings({name: value for name, value in manifest.items() if name != "checksum"})
@@ -362,6 +369,7 @@ def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
         and isinstance(manifest.get("draws"), int)
         and isinstance(manifest.get("jostle"), str)
         and isinstance(manifest.get("remarks"), list)
+        and isinstance(manifest.get("traces", ""), str)
         and "scale" in manifest
         and isinstance(seconds := manifest.get("seconds"), dict)
         and isinstance(seconds.get("sampling"), int | float)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +38,7 @@ from jostle.execution import prepare as make_ready
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
 from jostle.layout import (
+    ADDING_QUERIES,
     await_run,
     create_run,
     execution_of,
@@ -53,15 +57,20 @@ from jostle.observing import Observer
 from jostle.planning import describe_plan, make_plan
 from jostle.posterior import Posterior
 from jostle.preparing import DataSets, Functions, Prepared, check_examples, check_kinds, check_sharded, prepare
-from jostle.ranks import BEAT_SECONDS, Crew, Ranks
-from jostle.run import Run, healthy_chains
+from jostle.ranks import BEAT_SECONDS, Crew, EnoughError, Ranks
+from jostle.replaying import Replay, try_replay
+from jostle.run import Run, healthy_chains, place_of_traces
 from jostle.samplers import SGLD, Sampler
 from jostle.stopping import measure, next_round, reached
+from jostle.stores import check_url
 from jostle.thinning import PROBED_EXAMPLES, choose_thin
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
+
+SECONDS_BETWEEN_LINES = 60.0
+"""How often a log is told of progress."""
 
 
 def attribute(
@@ -85,8 +94,10 @@ def attribute(
     until: Mapping[Criterion, float] | None = None,
     minutes: float | None = None,
     out: str | Path | None = None,
+    traces: str | None = None,
     seed: int = 0,
     keep: Keep = "traces",
+    keep_weights: bool = False,
     collate: Collate | None = None,
     observation_batch_size: int | None = None,
     chains_at_once: int | None = None,
@@ -103,8 +114,8 @@ def attribute(
 
     The model is left as it was: its own parameters are w*. Everything is evaluated in eval mode, so dropout is off and
     batch statistics are frozen. If ``out`` holds an unfinished run of the same model, data and settings, it goes on
-    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws,
-    these are kept and the rest is added.
+    where it stood; if it holds the finished one, that is returned; if it holds the same with fewer chains or draws, or
+    with only the first of the queries, these are kept and the rest is added.
 
     Under torchrun, or in a process group of torch.distributed, every rank makes this call, and the chains are spread
     over the ranks (docs/many-gpus.md).
@@ -138,9 +149,13 @@ def attribute(
             scores. The same draw whenever it is asked for.
         minutes: stop when they are over, but not before the first 20 draws. Depends on the machine.
         out: the directory of the run. Default: a temporary one that goes with the process.
+        traces: the URL of a store for the traces (``"s3://bucket/prefix"``), instead of the run's directory, where all
+            the rest stays. Any that fsspec has the package for; credentials are those of the environment.
         seed: the only source of randomness.
         keep: ``"traces"`` (everything can be asked of them later) or ``"covariance"`` (train × query alone, for
             memory that does not grow with draws; per-token losses are averaged over their sequence).
+        keep_weights: also keep the moving weights of every draw, so that queries can be added to the run later without
+            the chains walking again; takes their size on disk for each draw of each chain.
         collate: makes a batch of a list of samples.
         observation_batch_size: examples in one forward pass of an observation; does not change the numbers. Default:
             on a GPU, grown until it no longer pays.
@@ -153,7 +168,7 @@ def attribute(
         compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
             where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
-        progress: show a progress bar, where stderr is a terminal or a notebook.
+        progress: show a progress bar where stderr is a terminal or a notebook, and a line a minute elsewhere.
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
@@ -171,7 +186,9 @@ def attribute(
         RankLostError: another rank is gone, after a checkpoint; the same holds.
     """
     check_kinds(model, loss, potential_loss, posterior, sampler)
-    directory = place_for(out)
+    if keep == "covariance" and traces is not None:
+        raise InputError("traces", got="keep='covariance', which keeps none", expected="keep='traces'")
+    directory = place_for(out, traces)
     sampler = sampler or SGLD(step_size=1e-5)
     pilot = thin == "auto" and not getattr(sampler, "independent", False)
     functions = Functions(
@@ -200,6 +217,8 @@ def attribute(
         raise InputError("query", got="neither a query set nor observables", expected="something to be influenced")
     if keep == "covariance" and query is None:
         raise InputError("keep", got="'covariance' without a query set", expected="a query set, or keep='traces'")
+    if keep == "covariance" and keep_weights:
+        raise InputError("keep_weights", got="keep='covariance', which keeps no draws", expected="keep='traces'")
     if observation_batch_size is not None:
         require_whole("observation_batch_size", observation_batch_size, at_least=1)
     if chains_at_once is not None:
@@ -215,6 +234,7 @@ def attribute(
     }
     bfloat16 = precision == "bfloat16"
     with (
+        _unwrapping_enough(),
         Ranks(shards) as ranks,
         ranks.watching_the_crew(),
         eval_mode(model),
@@ -248,26 +268,45 @@ def attribute(
         batch_sizes = ranks.share(lambda: prepared.batch_sizes if prepared else {})
         prepared = prepared or ready(batch_sizes)
         fingerprints |= data.fingerprints()
-        plan = make_plan(config, prepared, directory, pilot=pilot, crews=ranks.crews)
+        plan = make_plan(
+            config,
+            prepared,
+            directory,
+            pilot=pilot,
+            crews=ranks.crews,
+            keep_weights=keep_weights,
+            elsewhere=traces,
+        )
         plan.check()
-        _check_ranks(ranks, fingerprints, prepared.at_center, in_place.tolerance)
+        known = {"config": config.fingerprint(), **fingerprints}
+        _check_ranks(ranks, known, prepared.at_center, in_place.tolerance)
         if dry_run is not None:
-            dry_run(describe_plan(plan, prepared))
+            try:
+                dry_run(describe_plan(plan, prepared))
+            except Exception as error:
+                raise EnoughError from error
         prepared_in = time.perf_counter() - began
+        queries = data.observed.get("query")
 
         def opened() -> dict[str, Any] | None:
-            known = {"config": config.fingerprint(), **fingerprints}
-            manifest = open_run(directory, known, config, prepared.at_center, in_place.tolerance)
-            if manifest is not None and (
-                manifest["status"] != "complete" or manifest["fingerprints"]["config"] != known["config"]
-            ):
-                go_on(directory, config, source, manifest)
+            return open_run(
+                directory, known, config, prepared.at_center, in_place.tolerance, queries, keep_weights=keep_weights
+            )
+
+        def continued(manifest: dict[str, Any]) -> dict[str, Any]:
+            asked = None if queries is None else (known["query"], prepared.observers["query"])
+            go_on(directory, config, source, manifest, asked, examples or {})
             return manifest
 
         # From here on an interruption waits for the next step: neither a layout nor a step is left half done.
-        with _interruptible(ranks) as interrupted, writing(directory, lock=ranks.leads):
+        with (
+            _interruptible(ranks) as interrupted,
+            ranks.watching_the_crew(),
+            writing(directory, lock=ranks.leads),
+        ):
             manifest = ranks.share(opened)
-            if manifest is None or manifest["status"] != "complete":
+            changed = manifest and [name for name, ours in known.items() if manifest["fingerprints"].get(name) != ours]
+            if manifest is None or manifest["status"] != "complete" or changed:
                 if config.control_variates and config.posterior.n_beta:
                     # Before anything is compiled, so that a resumed run has the same one to the last bit.
                     gradient = full_gradient(in_place, functions.driving_loss, data.drawn_from, batch_size)
@@ -277,7 +316,16 @@ def attribute(
                 )
                 dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
                 make_ready(execution, dynamics)
-                if manifest is None:
+                if manifest is not None:
+                    if "query" in (changed or ()) and ranks.first_crew:
+                        traces_there = Traces(place_of_traces(directory, manifest))
+                        failed = {failure["chain"] for failure in manifest["failed_chains"]}
+                        healthy = [chain for chain in range(manifest["planned"]["chains"]) if chain not in failed]
+                        first = healthy[: execution.chains_at_once]
+                        train_observer = prepared.observers["train"]
+                        try_replay(dynamics, traces_there, train_observer, chains=first, draws=manifest["draws"])
+                    manifest = ranks.share(functools.partial(continued, manifest))
+                else:
                     thinning = None
                     if pilot and ranks.first_crew:
                         probes = {
@@ -289,15 +337,24 @@ def attribute(
                         )
                     thin = ranks.share(lambda: thinning.thin if thinning else config.thin)
                     config = dynamics.config = dataclasses.replace(config, thin=thin)
-                    manifest = new_manifest(fingerprints, config, moving) | {
+                    manifest = new_manifest(fingerprints, config, moving, in_place.device) | {
                         # The potential holds nβ/n of each example's loss, if what drives the chain is what is recorded.
                         "scale": None if potential_loss else config.posterior.n_beta / len(data.drawn_from),
                         "execution": execution.to_dict(),
                         "thinning": thinning and dataclasses.asdict(thinning),
+                        **({} if traces is None else {"traces": check_url(traces)}),
                     }
                     if ranks.leads:
+                        weights = (moving.total, np.dtype(str(moving.dtype).removeprefix("torch.")))
                         create_run(
-                            directory, config, source, manifest, prepared.observers, prepared.at_center, examples or {}
+                            directory,
+                            config,
+                            source,
+                            manifest,
+                            prepared.observers,
+                            prepared.at_center,
+                            examples or {},
+                            weights if keep_weights else None,
                         )
                 manifest = ranks.share(lambda: manifest)
                 assert manifest is not None
@@ -307,19 +364,35 @@ def attribute(
                     idle = (ranks.crews - groups) * shards
                     log.warning("%d of %d ranks have no chain to run", idle, ranks.count)
                 try:
-                    own = ranks.chains(config.chains, execution.chains_at_once)
-                    with _bar(progress and ranks.leads, len(own) * config.steps[-1], prepared.observers) as report:
-                        _sample(
+                    if "replay" in manifest:
+                        assert queries is not None
+                        added = queries.part(range(manifest["replay"]["queries"], len(queries)))
+                        _replay(
                             directory,
                             manifest,
                             ranks,
                             dynamics,
-                            prepared.observers,
+                            Observer(in_place, functions.loss, added, prepared.observers["query"].batch_size),
+                            prepared.observers["train"],
                             at_once=execution.chains_at_once,
                             checkpoint_seconds=checkpoint_seconds,
-                            report=report,
+                            progress=progress,
                             interrupted=interrupted,
                         )
+                    if manifest["status"] != ADDING_QUERIES:
+                        own = ranks.chains(config.chains, execution.chains_at_once)
+                        with _bar(progress and ranks.leads, len(own) * config.steps[-1], prepared.observers) as report:
+                            _sample(
+                                directory,
+                                manifest,
+                                ranks,
+                                dynamics,
+                                prepared.observers,
+                                at_once=execution.chains_at_once,
+                                checkpoint_seconds=checkpoint_seconds,
+                                report=report,
+                                interrupted=interrupted,
+                            )
                 except KeyboardInterrupt as error:
                     if out is None:
                         raise
@@ -332,6 +405,15 @@ def attribute(
     run = Run(directory)
     _tell(run, warn=ranks.leads)
     return run
+
+
+@contextlib.contextmanager
+def _unwrapping_enough() -> Iterator[None]:
+    """Raise what a caller raised to have no more than the plan, once every rank has left in peace."""
+    try:
+        yield
+    except EnoughError as enough:
+        raise enough.__cause__ or enough from None
 
 
 def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
@@ -384,6 +466,46 @@ def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, c
     return execution
 
 
+def _replay(
+    directory: Path,
+    manifest: dict[str, Any],
+    ranks: Ranks,
+    dynamics: Dynamics,
+    added: Observer,
+    train: Observer,
+    *,
+    at_once: int,
+    checkpoint_seconds: float,
+    progress: bool,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Observe queries that were added at the draws that are recorded."""
+    there = manifest["replay"]
+    log.info("%d queries are added to %d", added.columns.samples, there["queries"])
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
+    failed = {failure["chain"] for failure in manifest["failed_chains"]}
+    own = [chain for chain in ranks.chains(there["chains"], at_once) if chain not in failed]
+    with _bar(progress and ranks.leads, len(own) * replay.config.steps[-1], {"query": added}) as report:
+        failures, _ = run_chains(
+            replay,
+            TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder(),
+            Checkpoints(directory / "replay"),
+            chains=own,
+            at_once=at_once,
+            checkpoint_seconds=checkpoint_seconds,
+            report=report,
+            interrupted=interrupted,
+        )
+    gathered = ranks.gather([dataclasses.asdict(failure) for failure in failures] if ranks.crew.leads else [])
+    manifest["failed_chains"] += [failure for theirs in gathered for failure in theirs]
+    del manifest["replay"]
+    if ranks.leads:
+        # Before it is said: no later replay may begin with these.
+        shutil.rmtree(directory / "replay", ignore_errors=True)
+        write_manifest(directory, manifest)
+
+
 def _sample(
     directory: Path,
     manifest: dict[str, Any],
@@ -403,7 +525,8 @@ def _sample(
     config, traces = dynamics.config, None
     recorder: Recorder
     if config.keep == "traces":
-        traces = Traces(directory / "traces.zarr", writable=True)
+        traces = Traces(place_of_traces(directory, manifest), writable=True)
+        dynamics.keeps_weights = traces.keeps_weights
         recorder = TraceRecorder(traces) if ranks.crew.leads else NoRecorder()
     else:
         recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, config.draws)
@@ -524,40 +647,57 @@ def _interruptible(ranks: Ranks) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _bar(show: bool, steps: int, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar with the mean training loss, beside its value at w*."""
+    """A progress bar with the mean training loss, beside its value at w*; in a log, a line a minute."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not (show and (console.is_terminal or console.is_jupyter)):
+    if not show:
         yield lambda progress: None
+        return
+    if not (console.is_terminal or console.is_jupyter):
+        yield _minutely(steps)
         return
     from rich.progress import (
         BarColumn,
-        MofNCompleteColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
     from rich.progress import Progress as RichProgress
 
-    center = float(observers["train"].center_losses.mean())
+    center = float(next(iter(observers.values())).center_losses.mean())
     columns = (
-        TextColumn("sampling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps,"),
+        BarColumn(10),  # all of it fits into 80 columns
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
         TimeElapsedColumn(),
-        TextColumn("gone,"),
+        TextColumn("gone"),
         TimeRemainingColumn(),
-        TextColumn("left,"),
+        TextColumn("left"),
         TextColumn("{task.fields[loss]}"),
     )
     with RichProgress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps, loss=f"loss {center:.4f} at w*")
+        task = bar.add_task("", total=steps, loss=f"loss {center:.4g} at w*")
 
         def report(progress: Progress) -> None:
             if progress.mean_loss is not None:
-                bar.update(task, loss=f"loss {progress.mean_loss:.4f} ({center:.4f} at w*)")
+                bar.update(task, loss=f"loss {progress.mean_loss:.4g} ({center:.4g} at w*)")
             bar.update(task, completed=progress.steps_done)
 
         yield report
+
+
+def _minutely(steps: int) -> Callable[[Progress], None]:
+    """Say once a minute, on stderr, how far the chains have come."""
+    began = last = time.monotonic()
+    first: int | None = None
+
+    def report(progress: Progress) -> None:
+        nonlocal last, first
+        now, first = time.monotonic(), progress.steps_done if first is None else first
+        if now - last >= SECONDS_BETWEEN_LINES and progress.steps_done > first:
+            last = now
+            left = (steps - progress.steps_done) * (now - began) / (progress.steps_done - first)
+            done = f"{progress.steps_done:,} of {steps:,} steps"
+            print(f"jostle: {done}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+    return report

@@ -175,18 +175,23 @@ class Scores:
     @classmethod
     def load(cls, path: str | Path) -> Scores:
         """Read what `save` wrote."""
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if "jostle.scores" not in metadata:
-                raise InputError("scores", got=f"{path} without Jostle's metadata", expected="a file that save() wrote")
-            about = json.loads(metadata["jostle.scores"])
-            error = file.get_tensor("standard_error") if "standard_error" in file.keys() else None  # noqa: SIM118
-            return cls(
-                values=file.get_tensor("values"),
-                method=about["method"],
-                normalized=about["normalized"],
-                scale=about["scale"],
-                standard_error=error,
-                degrees_of_freedom=about["degrees_of_freedom"],
-                provenance=about["provenance"],
-            )
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise InputError(
+                "scores", got=f"{path}, which cannot be read ({error})", expected="a file that save() wrote"
+            ) from error
+        if "jostle.scores" not in metadata:
+            raise InputError("scores", got=f"{path} without Jostle's metadata", expected="a file that save() wrote")
+        about = json.loads(metadata["jostle.scores"])
+        return cls(
+            values=tensors["values"],
+            method=about["method"],
+            normalized=about["normalized"],
+            scale=about["scale"],
+            standard_error=tensors.get("standard_error"),
+            degrees_of_freedom=about["degrees_of_freedom"],
+            provenance=about["provenance"],
+        )

@@ -56,6 +56,7 @@ class Sharded(InPlace):
         fully_shard(self._root, mesh=crew.mesh, mp_policy=policy, reshard_after_forward=True)
         super().__init__(model, moving.shard(crew.rank, crew.count), bfloat16=bfloat16)
         self.crew = crew
+        self.moving.center = self.moving.center.to(self.device)  # that of the whole model stays where it is
         self._prefix.frozen = []
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def language_model(
     model: str,
     *,
     train: str,
-    query: str,
+    query: str | Sequence[str],
     sampling: str | None = None,
     max_length: int | None = None,
     device: str | None = None,
@@ -51,14 +51,16 @@ def language_model(
         model: a directory or hub id for ``AutoModelForCausalLM``; of a directory with a PEFT adapter, the adapter alone
             moves.
         train: texts to score (see `jostle.texts`).
-        query: texts or prompt–completion pairs on which influence is measured.
+        query: texts or prompt–completion pairs on which influence is measured; of several files, one after another.
         sampling: what minibatches are drawn from, where it is more than ``train``.
         max_length: cut sequences after so many tokens; the model's context by default.
         device: ``"cuda"``, ``"cpu"``, ...; a GPU where there is one.
         spread: leave the model in the memory of the host, from where it will be spread over several such devices.
     """
+    files = {"train": [train], "query": [query] if isinstance(query, str) else query}
+    files |= {} if sampling is None else {"sampling": [sampling]}
     records = {
-        name: read_records(path, name=name) for name, path in _given(train=train, query=query, sampling=sampling)
+        name: [record for path in paths for record in read_records(path, name=name)] for name, paths in files.items()
     }
     network, tokenizer, adapted = _load(model, device, spread=spread)
     context = getattr(network.config, "max_position_embeddings", None) or getattr(network.config, "n_positions", None)
@@ -77,10 +79,6 @@ def language_model(
         default_weights="all" if adapted else "attention",
         examples={name: [example.to_dict() for example in examples[name]] for name in ("train", "query")},
     )
-
-
-def _given(**sources: str | None) -> list[tuple[str, str]]:
-    return [(name, source) for name, source in sources.items() if source is not None]
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
@@ -154,7 +152,8 @@ def from_file(reference: str, device: str | None = None) -> Task:
     """
     path, _, name = reference.partition(":")
     if not Path(path).is_file():
-        raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION")
+        fix = "a run whose file has moved goes on by jostle run OUT --task NEW.py:FUNCTION"
+        raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION", fix=fix)
     spec = importlib.util.spec_from_file_location("jostle_task", path)
     if spec is None or spec.loader is None:
         raise InputError("task", got=path, expected="a Python file")

@@ -85,8 +85,9 @@ LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "
 def print_verdict(console: Console, verdict: Mapping[str, Any]) -> None:
     """Print a verdict on a run, and what to do about it."""
     console.print(Text(verdict["summary"], style=LEVEL_STYLES[verdict["level"]]), soft_wrap=True)
-    # A single reason is the summary already.
-    for reason in verdict["reasons"] if len(verdict["reasons"]) > 1 else ():
+    for reason in verdict["reasons"]:
+        if reason["finding"] in verdict["summary"]:
+            continue
         console.print(Text(f"  {reason['level']}: {reason['finding']}; {reason['advice']}"), soft_wrap=True)
 
 

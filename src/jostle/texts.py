@@ -82,7 +82,7 @@ def read_records(source: str, *, name: str) -> list[Record]:
 
 def _lines(path: Path, name: str) -> Iterable[Record]:
     """One example a line; empty lines are skipped."""
-    for number, line in enumerate(_read(path, name).splitlines(), start=1):
+    for number, line in enumerate(_read(path, name).split("\n"), start=1):
         if line.strip():
             yield Record(f"{path.name}:{number}", {"text": line.strip()})
 

@@ -1,6 +1,7 @@
 """The trace store: every observed loss at every draw. Format, writer and reader together, since they change together.
 
-``traces.zarr`` is a Zarr 3 group with one subgroup for each observed set (``train``, ``query``):
+``traces.zarr`` is a Zarr 3 group with one subgroup for each observed set (``train``, ``query``); elsewhere than in a
+run's directory, it may have any other name:
 
 ===================  ====================================================================================
 ``losses``           (chain, draw, sample), or (chain, draw, token) where losses are per token
@@ -10,7 +11,8 @@
 ``position``         per token only, (token): its place in that sample's sequence
 ===================  ====================================================================================
 
-and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Dimensions are named, so
+and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Where they are kept, ``weights``
+(chain, draw, weight) are the moving weights of every draw. Dimensions are named, so
 ``xarray.open_zarr(path, group="train")`` opens it as it is. Chunks carry a checksum; a draw that was not recorded
 is NaN.
 """
@@ -20,16 +22,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import zarr
 import zarr.codecs
+import zarr.errors
 from jaxtyping import Float, Int
 from zarr.core.sync import sync
 
 from jostle.errors import InputError
+from jostle.stores import Place, occupied, options, reaching, require_reachable
 
 if TYPE_CHECKING:
     import xarray
@@ -69,29 +72,33 @@ class Columns:
 
 
 class Traces:
-    """The traces of one run, on disk.
+    """The traces of one run, in a directory or elsewhere.
 
     Attributes:
+        place: where.
         sets: the observed sets.
         observables: the names of the other observables.
+        keeps_weights: whether the weights of every draw are there.
     """
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self._path = path
+    def __init__(self, place: Place, *, writable: bool = False) -> None:
+        self.place = place
         try:
-            self._root = zarr.open_group(path, mode="r+" if writable else "r", zarr_format=3)
+            self._root = zarr.open_group(place, mode="r+" if writable else "r", zarr_format=3, **options(place))
             self.sets = tuple(name for name in ("train", "query") if name in self._root)
+            self.keeps_weights = "weights" in self._root
             self.observables: tuple[str, ...] = ()
             if "observables" in self._root:
                 self.observables = tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
         except Exception as error:  # damaged metadata fails in many ways
+            require_reachable(place)
             raise InputError(
-                "traces", got=f"nothing readable at {path}", expected="a traces.zarr made by Jostle"
+                "traces", got=f"nothing readable at {place}", expected="a traces.zarr made by Jostle"
             ) from error
         if self._root.attrs.get("format") != FORMAT:
             raise InputError(
                 "traces",
-                got=f"format {self._root.attrs.get('format')} at {path}",
+                got=f"format {self._root.attrs.get('format')} at {place}",
                 expected=f"format {FORMAT}",
                 fix="read it with the version of Jostle that wrote it",
             )
@@ -99,16 +106,40 @@ class Traces:
     @classmethod
     def create(
         cls,
-        path: Path,
+        place: Place,
         *,
         chains: int,
         steps: Sequence[int],
         dtype: np.dtype,
         sets: Mapping[str, Columns],
         observables: Mapping[str, int],
+        weights: tuple[int, np.dtype] | None = None,
+        overwrite: bool = False,
     ) -> Traces:
-        """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``."""
-        root = zarr.create_group(path, zarr_format=3, attributes={"format": FORMAT})
+        """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``.
+
+        ``weights`` says how many weights of every draw are kept, and in which precision.
+        """
+        with reaching(place):
+            try:
+                cls._lay_out(place, chains, steps, dtype, sets, observables, weights, overwrite)
+            except zarr.errors.ContainsGroupError as error:
+                raise occupied(place) from error
+        return cls(place, writable=True)
+
+    @staticmethod
+    def _lay_out(
+        place: Place,
+        chains: int,
+        steps: Sequence[int],
+        dtype: np.dtype,
+        sets: Mapping[str, Columns],
+        observables: Mapping[str, int],
+        weights: tuple[int, np.dtype] | None,
+        overwrite: bool,
+    ) -> None:
+        about = {"format": FORMAT}
+        root = zarr.create_group(place, zarr_format=3, attributes=about, overwrite=overwrite, **options(place))
         for name, columns in sets.items():
             group = root.create_group(name)
             axis = "token" if columns.per_token else "sample"
@@ -130,7 +161,8 @@ class Traces:
             group = root.create_group("observables")
             for name, size in observables.items():
                 _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
-        return cls(path, writable=True)
+        if weights is not None:
+            _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
 
     def columns(self, name: str) -> Columns:
         """Return what the columns of a set are."""
@@ -142,8 +174,9 @@ class Traces:
 
     @property
     def arrays(self) -> list[str]:
-        """Where the traces are, (chain, draw, column) each: losses of every set, and every observable."""
-        return [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
+        """Where the traces are, (chain, draw, column) each: losses of every set, every observable, and weights."""
+        traces = [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
+        return traces + ["weights"] * self.keeps_weights
 
     def losses(self, name: str) -> Trace:
         """Return the losses of a set, (chain, draw, column); read it by slicing."""
@@ -157,12 +190,12 @@ class Traces:
 
     def trace(self, path: str) -> Trace:
         """Return what is at one of `arrays`."""
-        return Trace(self._array(path))
+        return Trace(self._array(path), self.place)
 
     def require_there(self) -> None:
         """Refuse to write where the store is gone: its directories would be made anew, without what was in them."""
-        if not (self._path / "zarr.json").is_file():
-            raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self._path))
+        if not sync(self._root.store.exists("zarr.json")):
+            raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self.place))
 
     def center_losses(self, name: str) -> Float[np.ndarray, " column"]:
         """Return the losses at w*."""
@@ -170,7 +203,8 @@ class Traces:
 
     def record_center(self, name: str, losses: Float[np.ndarray, " column"]) -> None:
         """Store the losses at w*."""
-        self._array(f"{name}/center_losses")[:] = losses
+        with reaching(self.place):
+            self._array(f"{name}/center_losses")[:] = losses
 
     def record(
         self,
@@ -178,29 +212,48 @@ class Traces:
         chains: Sequence[int],
         first_draw: int,
         values: Float[np.ndarray, "chain draw column"],
+        first_column: int = 0,
     ) -> None:
-        """Store consecutive draws of some chains; ``name`` is a set, or ``observables/NAME``."""
-        self.require_there()
-        array = self._array(f"{name}/losses" if name in self.sets else name)
+        """Store consecutive draws of some chains; ``name`` is a set, ``observables/NAME`` or ``weights``."""
         draws = slice(first_draw, first_draw + values.shape[1])
-        if list(chains) == list(range(chains[0], chains[-1] + 1)):
-            array[chains[0] : chains[-1] + 1, draws] = values
-            return
-        for chain, rows in zip(chains, values, strict=True):
-            array[chain, draws] = rows
+        with reaching(self.place):
+            self.require_there()
+            array = self._array(f"{name}/losses" if name in self.sets else name)
+            if list(chains) == list(range(chains[0], chains[-1] + 1)):
+                array[chains[0] : chains[-1] + 1, draws, first_column:] = values
+                return
+            for chain, rows in zip(chains, values, strict=True):
+                array[chain, draws, first_column:] = rows
 
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""
-        for path in self.arrays:
-            array = self._array(path)
-            if array.shape[:2] != (chains, len(steps)):
-                array.resize((chains, len(steps), array.shape[2]))
-        for name in self.sets:
-            for coordinate, values in (("chain", np.arange(chains)), ("step", np.asarray(steps))):
-                array = self._array(f"{name}/{coordinate}")
-                if array.shape != values.shape:
-                    array.resize(values.shape)
-                array[:] = values
+        with reaching(self.place):
+            for path in self.arrays:
+                array = self._array(path)
+                if array.shape[:2] != (chains, len(steps)):
+                    array.resize((chains, len(steps), array.shape[2]))
+            for name in self.sets:
+                self._replace(name, {"chain": np.arange(chains), "step": np.asarray(steps)})
+
+    def widen(self, name: str, columns: Columns, center_losses: Float[np.ndarray, " column"]) -> None:
+        """Make room for more samples of a set, after those that are there; what is there stays."""
+        fields = {"center_losses": center_losses}
+        if columns.offsets is not None:
+            assert columns.positions is not None
+            owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+            fields |= {"offsets": columns.offsets, "sample": owner, "position": columns.positions}
+        with reaching(self.place):
+            losses = self._array(f"{name}/losses")
+            losses.resize((*losses.shape[:2], columns.total))
+            self._replace(name, fields)
+
+    def _replace(self, name: str, fields: Mapping[str, np.ndarray]) -> None:
+        """Write what is known of a set's chains, draws and columns, which may be more of them than there were."""
+        for field, values in fields.items():
+            array = self._array(f"{name}/{field}")
+            if array.shape != values.shape:
+                array.resize(values.shape)
+            array[:] = values
 
     def to_xarray(self, name: str) -> xarray.Dataset:
         """Return a set as (chain, draw, sample) or, per token, (chain, draw, sample, token) padded with NaN."""
@@ -235,7 +288,8 @@ class Traces:
         try:
             return cast(zarr.Array, self._root[path])
         except Exception as error:  # damaged metadata fails in many ways
-            raise InputError("traces", got=f"no readable {path} in {self._path}", expected="a whole store") from error
+            require_reachable(self.place)
+            raise InputError("traces", got=f"no readable {path} in {self.place}", expected="a whole store") from error
 
     def _read(self, path: str) -> np.ndarray:
         return self.trace(path)[:]
@@ -244,8 +298,8 @@ class Traces:
 class Trace:
     """An array of the store, read by slicing as NumPy's are; a chunk that is damaged is named."""
 
-    def __init__(self, array: zarr.Array) -> None:
-        self._array = array
+    def __init__(self, array: zarr.Array, place: Place) -> None:
+        self._array, self._place = array, place
         self.shape, self.dtype, self.chunks = array.shape, array.dtype, array.chunks
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -269,11 +323,12 @@ class Trace:
 
     def missing_chunks(self, chains: Iterable[int]) -> list[str]:
         """Return the chunks of these chains that are not there; their draws would read as NaN."""
-        if self._array.nchunks_initialized == self._array.nchunks:
-            return []
-        store, chosen = self._array.store, set(chains)
-        wanted = [chunk for chunk, region in self._regions() if region[0].start in chosen]
-        return [chunk for chunk in wanted if not sync(store.exists(chunk))]
+        with reaching(self._place):
+            if self._array.nchunks_initialized == self._array.nchunks:
+                return []
+            store, chosen = self._array.store, set(chains)
+            wanted = [chunk for chunk, region in self._regions() if region[0].start in chosen]
+            return [chunk for chunk in wanted if not sync(store.exists(chunk))]
 
     def damaged_chunks(self) -> list[str]:
         """Return the chunks that cannot be read."""
@@ -282,6 +337,7 @@ class Trace:
             try:
                 self._array[region]
             except Exception:  # as above
+                require_reachable(self._place)
                 damaged.append(chunk)
         return damaged
 

@@ -7,17 +7,24 @@ Reference: Grosse et al., *Studying Large Language Model Generalization with Inf
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+import json
 import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.data import Collate, Data, collate_samples
+from jostle.data import Collate, Data, collate_samples, fingerprint_tensors
 from jostle.errors import InputError
 from jostle.functional import eval_mode, sample_means, token_mask
 from jostle.losses import Batch, Loss, at_least_float32
@@ -40,15 +47,15 @@ def ekfac(
     damping: float | None = DEFAULT_DAMPING,
     batch_size: int = 32,
     collate: Collate | None = None,
-    factor_arguments: dict[str, Any] | None = None,
-    score_arguments: dict[str, Any] | None = None,
+    factor_arguments: Mapping[str, Any] | None = None,
+    score_arguments: Mapping[str, Any] | None = None,
     directory: str | Path | None = None,
     seed: int = 0,
 ) -> Scores:
     """Score every training example on every query by EK-FAC influence; negative helps.
 
-    Only linear and convolutional layers can be factored: a layer takes part when its weight is among ``weights``. What
-    moves and cannot be factored is named in ``provenance["left_out"]``.
+    Only linear and convolutional layers can be factored: a layer takes part when its weight is among ``weights`` and
+    the model calls it. What moves and does not take part is named in ``provenance["left_out"]``.
 
     Args:
         model: the trained model, at w*. It is left as it was; a copy is analysed.
@@ -67,90 +74,219 @@ def ekfac(
         seed: of the sampled labels.
 
     Raises:
-        InputError: kronfluence is missing, or no layer that it can factor moves.
+        InputError: kronfluence is missing, no layer that it can factor moves, or the directory has factors of something
+            else.
     """
+    sources = {"train": train, "query": query}
+    fitting = _fitted(
+        model, sources, fit_data=fit_data, loss=loss, weights=weights, batch_size=batch_size, collate=collate,
+        factor_arguments=factor_arguments, directory=directory, seed=seed,
+    )  # fmt: skip
+    with fitting as fitted:
+        fitted.analyzer.compute_pairwise_scores(
+            "scores", "factors", query_dataset=fitted.samples["query"], train_dataset=fitted.samples["train"],
+            per_device_query_batch_size=batch_size, per_device_train_batch_size=batch_size, overwrite_output_dir=True,
+            score_args=_kronfluence("arguments").ScoreArguments(damping_factor=damping, **(score_arguments or {})),
+        )  # fmt: skip
+        scores = fitted.analyzer.load_pairwise_scores("scores")["all_modules"]
+    return Scores(
+        # kronfluence's rows are queries, and what helps is positive there.
+        values=-scores.T.float().cpu().numpy(),
+        method="EK-FAC",
+        provenance={"damping": damping, "seed": seed, **fitted.about},
+    )
+
+
+def ekfac_self_influence(
+    model: nn.Module,
+    train: Any,
+    *,
+    fit_data: Any = None,
+    loss: Loss | None = None,
+    weights: WeightSelection = "all",
+    damping: float | None = DEFAULT_DAMPING,
+    batch_size: int = 32,
+    collate: Collate | None = None,
+    factor_arguments: Mapping[str, Any] | None = None,
+    score_arguments: Mapping[str, Any] | None = None,
+    directory: str | Path | None = None,
+    seed: int = 0,
+) -> Float[np.ndarray, " train"]:
+    """−∇ℓᵢᵀ(H + λI)⁻¹∇ℓᵢ of every training example: the diagonal of `ekfac` of the training set on itself.
+
+    Arguments are those of `ekfac`, and its factors can be used again.
+    """
+    fitting = _fitted(
+        model, {"train": train}, fit_data=fit_data, loss=loss, weights=weights, batch_size=batch_size,
+        collate=collate, factor_arguments=factor_arguments, directory=directory, seed=seed,
+    )  # fmt: skip
+    with fitting as fitted:
+        fitted.analyzer.compute_self_scores(
+            "self", "factors", train_dataset=fitted.samples["train"], per_device_train_batch_size=batch_size,
+            score_args=_kronfluence("arguments").ScoreArguments(damping_factor=damping, **(score_arguments or {})),
+            overwrite_output_dir=True,
+        )  # fmt: skip
+        scores = fitted.analyzer.load_self_scores("self")["all_modules"]
+    return -scores.float().cpu().numpy()
+
+
+def _kronfluence(name: str) -> Any:
     try:
-        analyzer_module, argument_module, task_module, dataset_module = (
-            importlib.import_module(f"kronfluence.{name}")
-            for name in ("analyzer", "arguments", "task", "utils.dataset")
-        )
+        return importlib.import_module(f"kronfluence.{name}")
     except ImportError as error:
         raise InputError(
             "ekfac",
             got=f"no package {error.name!r}",
             expected="kronfluence and what it imports",
-            fix="pip install kronfluence; where its torchvision is unwanted: pip install --no-deps kronfluence einconv "
-            "opt_einsum einops accelerate",
+            fix="pip install 'jostle[ekfac]'; where its torchvision is unwanted: pip install --no-deps kronfluence "
+            "einconv opt_einsum einops accelerate",
         ) from error
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """kronfluence's analyzer with its factors, the data sets as it reads them, and what a result should say."""
+
+    analyzer: Any
+    samples: Mapping[str, _Samples]
+    about: Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def _fitted(
+    model: nn.Module,
+    sources: Mapping[str, Any],
+    *,
+    fit_data: Any,
+    loss: Loss | None,
+    weights: WeightSelection,
+    batch_size: int,
+    collate: Collate | None,
+    factor_arguments: Mapping[str, Any] | None,
+    directory: str | Path | None,
+    seed: int,
+) -> Iterator[_Fitted]:
+    """Fit the factors to a copy of the model, or find those that were fitted before."""
+    analyzing, arguments, tasks, datasets = map(_kronfluence, ("analyzer", "arguments", "task", "utils.dataset"))
     loss = loss or classification_loss()
-    layers = _layers(model, weights)
-    task = _task(task_module.Task, loss, layers)
     device = next(model.parameters()).device
+    everything = {**sources, "fit_data": sources["train"] if fit_data is None else fit_data}
     data = {
-        name: Data(source, name, collate=collate, device=torch.device("cpu"))
-        for name, source in (("train", train), ("query", query), ("fit_data", train if fit_data is None else fit_data))
+        name: Data(source, name, collate=collate, device=torch.device("cpu")) for name, source in everything.items()
     }
-    sets = {name: _Samples(one) for name, one in data.items()}
-    torch.manual_seed(seed)
+    samples = {name: _Samples(one) for name, one in data.items()}
     copied = copy.deepcopy(model)
-    # Of a classification and of next tokens, labels can be drawn from what the model predicts.
-    sampled = hasattr(loss, "label_smoothing") or hasattr(loss, "token_mask")
-    factors = argument_module.FactorArguments(
-        strategy="ekfac", use_empirical_fisher=not sampled, **(factor_arguments or {})
-    )
-    scoring = argument_module.ScoreArguments(damping_factor=damping, **(score_arguments or {}))
-    with tempfile.TemporaryDirectory() as temporary, eval_mode(copied):
-        with torch.no_grad():  # a loss may look at a model before it first uses it, which hooks would not stand
-            loss(copied, Data([sets["train"][0]], "train", collate=collate, device=device).batch([0]))
-        prepared = analyzer_module.prepare_model(copied, task)
-        analyzer = analyzer_module.Analyzer(
-            "ekfac", prepared, task, cpu=device.type == "cpu", disable_tqdm=True, log_level=40,
-            output_dir=str(directory or temporary),
-        )  # fmt: skip
-        analyzer.set_dataloader_kwargs(dataset_module.DataLoaderKwargs(collate_fn=collate or collate_samples))
-        analyzer.fit_all_factors("factors", sets["fit_data"], per_device_batch_size=batch_size, factor_args=factors)
-        analyzer.compute_pairwise_scores(
-            "scores", "factors", query_dataset=sets["query"], train_dataset=sets["train"],
-            per_device_query_batch_size=batch_size, per_device_train_batch_size=batch_size, score_args=scoring,
-            overwrite_output_dir=True,
-        )  # fmt: skip
-        scores = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return Scores(
-        # kronfluence's rows are queries, and what helps is positive there.
-        values=-scores.T.float().cpu().numpy(),
-        method="EK-FAC",
-        scale=None,
-        provenance={
-            "damping": damping,
+    with contextlib.ExitStack() as stack:
+        # Where labels are sampled; the caller's random numbers go on as if nothing had happened.
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(eval_mode(copied))
+        first = Data([data["train"].sample(0)], "train", collate=collate, device=device).batch([0])
+        calls = _calls(copied, loss, first)
+        layers = _layers(copied, weights, calls)
+        about = {
             "layers": len(layers),
             "left_out": _left_out(model, weights, layers),
-            "fitted_on": len(sets["fit_data"]),
-            "seed": seed,
-            "fingerprints": {name: data[name].fingerprint() for name in ("train", "query")},
-        },
-    )
+            "fitted_on": len(data["fit_data"]),
+            "fingerprints": {name: data[name].fingerprint() for name in sources},
+        }
+        # Of a classification and of next tokens, labels can be drawn from what the model predicts.
+        sampled = hasattr(loss, "label_smoothing") or hasattr(loss, "token_mask")
+        factors = arguments.FactorArguments(**{
+            "strategy": "ekfac", "use_empirical_fisher": not sampled,
+            "has_shared_parameters": any(calls[layer] > 1 for layer in layers), **(factor_arguments or {}),
+        })  # fmt: skip
+        if directory is None:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+        _require_same(Path(directory), {
+            "weights": fingerprint_tensors(model.state_dict()), "fit_data": data["fit_data"].fingerprint(),
+            "layers": layers, "factors": factors.to_str_dict(),
+        })  # fmt: skip
+        if layers == [""]:  # a model that is itself a layer: kronfluence replaces layers in what holds them
+            copied, layers = nn.Sequential(copied), ["0"]
+        task = _task(tasks.Task, loss, layers, factors.has_shared_parameters)
+        torch.manual_seed(seed)
+        analyzer = analyzing.Analyzer(
+            "ekfac", analyzing.prepare_model(copied, task), task, cpu=device.type == "cpu", disable_tqdm=True,
+            log_level=40, output_dir=str(directory),
+        )  # fmt: skip
+        analyzer.set_dataloader_kwargs(datasets.DataLoaderKwargs(collate_fn=collate or collate_samples))
+        analyzer.fit_all_factors("factors", samples["fit_data"], per_device_batch_size=batch_size, factor_args=factors)
+        yield _Fitted(analyzer, samples, about)
 
 
-def _layers(model: nn.Module, weights: WeightSelection) -> list[str]:
-    """The layers whose weight moves and that can be factored."""
+def _require_same(directory: Path, about: dict[str, Any]) -> None:
+    """Refuse a directory with factors of another model, of other data, layers or settings."""
+    path = directory / "jostle.json"
+    if not path.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(about))
+        return
+    there = json.loads(path.read_text())
+    for key, value in about.items():
+        if there.get(key) != value:
+            raise InputError(
+                "directory",
+                got=f"{directory}, with EK-FAC factors whose {key} is {there.get(key)}",
+                expected=f"{value}, as passed now",
+                fix="choose another directory, or delete this one",
+            )
+
+
+@torch.no_grad()
+def _calls(model: nn.Module, loss: Loss, batch: Batch) -> Counter[str]:
+    """How often each layer is called for one loss: one whose weight is used in another way cannot be observed."""
+    loss(model, batch)  # a loss may look at a model before it first uses it, which hooks would not stand
+    calls: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: calls.update([name]))
+        for name, module in model.named_modules()
+    ]
+    try:
+        loss(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _layers(model: nn.Module, weights: WeightSelection, calls: Counter[str]) -> list[str]:
+    """The layers whose weight moves, that are called, and that kronfluence can factor."""
     moving = set(MovingWeights(model, weights).names)
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in moving
+        if _factorable(module) and calls[name] and _parameter(name, "weight") in moving
     ]
     if not layers:
         raise InputError(
             "weights",
-            got=f"{weights!r}, without a linear or convolutional layer",
+            got=f"{weights!r}, without a linear or convolutional layer that the model calls",
             expected="one that EK-FAC can factor",
         )
     return layers
 
 
+def _factorable(module: nn.Module) -> bool:
+    """Say whether kronfluence has this layer right.
+
+    A subclass may do anything with its weight. Of convolutions, kronfluence takes every padding for zeros, refuses one
+    that is uneven, and averages over groups.
+    """
+    if type(module) is nn.Conv2d:
+        even = module.padding != "same" or all(
+            dilation * (size - 1) % 2 == 0 for size, dilation in zip(module.kernel_size, module.dilation, strict=True)
+        )
+        return even and module.padding_mode == "zeros" and module.groups == 1
+    return type(module) is nn.Linear
+
+
+def _parameter(layer: str, name: str) -> str:
+    return f"{layer}.{name}" if layer else name
+
+
 def _left_out(model: nn.Module, weights: WeightSelection, layers: list[str]) -> list[str]:
     """The weights that move and are in no layer that can be factored: EK-FAC takes them for fixed."""
-    factored = {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}
+    factored = {_parameter(layer, name) for layer in layers for name in ("weight", "bias")}
     return [name for name in MovingWeights(model, weights).names if name not in factored]
 
 
@@ -167,10 +303,16 @@ class _Samples(torch.utils.data.Dataset):
         return self._data.sample(index)
 
 
-def _task(base: type, loss: Loss, layers: list[str]) -> Any:
+def _task(base: type, loss: Loss, layers: list[str], shared: bool) -> Any:
     """What kronfluence asks of a task, answered by one of our losses."""
 
     class Task(base):
+        # Without it, the last call of a layer that is called several times would be the only one that is scored.
+        enable_post_process_per_sample_gradient = shared
+
+        def post_process_per_sample_gradient(self, module_name: str, gradient: Tensor) -> Tensor:
+            return gradient
+
         def compute_train_loss(self, batch: Batch, model: nn.Module, sample: bool = False) -> Tensor:
             if sample:
                 return _sampled_loss(model, batch, loss)

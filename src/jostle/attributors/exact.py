@@ -72,6 +72,8 @@ def exact_influence(
     Raises:
         InputError: too many weights move for an explicit Hessian, or the Hessian is not positive definite.
     """
+    if order not in (1, 2):
+        raise InputError("order", got=order, expected="1 or 2")
     loss = loss or classification_loss()
     with eval_mode(model):
         moving = MovingWeights(model, posterior.weights)
@@ -130,7 +132,8 @@ def exact_influence(
     return Scores(
         values=values.cpu().numpy(),
         method="exact" if order == 1 else "laplace",
-        scale=posterior.n_beta / len(drawn_from),
+        # The factor is that of an example's own loss in the potential.
+        scale=None if potential_loss else posterior.n_beta / len(drawn_from),
         provenance={"order": order, "newton_steps": newton_steps, "fingerprints": fingerprints},
     )
 

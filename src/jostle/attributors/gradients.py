@@ -64,7 +64,7 @@ def gradient_similarity(
             for name, source in (("train", train), ("query", query))
         }
         gradients = PerExample(in_place, loss)
-        row_bytes = moving.total * moving.center.element_size()
+        row_bytes = moving.total * moving.dtype.itemsize
         block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - EXAMPLES_AT_ONCE))
         values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
         for start in range(0, len(sets["query"]), block):
@@ -81,6 +81,23 @@ def gradient_similarity(
     )
 
 
+def gradient_self_influence(
+    model: nn.Module,
+    train: Any,
+    *,
+    loss: Loss | None = None,
+    weights: WeightSelection = "all",
+    collate: Collate | None = None,
+) -> Float[np.ndarray, " train"]:
+    """−‖gᵢ‖² of every training example: the diagonal of `gradient_similarity` of the training set on itself."""
+    moving = MovingWeights(model, weights)
+    with eval_mode(model), InPlace(model, moving) as in_place:
+        data = Data(train, "train", collate=collate, device=in_place.device)
+        gradients = PerExample(in_place, loss or classification_loss())
+        squares = [part.square().sum(1) for _, part in gradients(data, range(len(data)), False)]
+        return -torch.cat(squares).float().cpu().numpy()
+
+
 class PerExample:
     """Gradients of single examples, several at once through `vmap` where the model allows it."""
 
@@ -94,7 +111,8 @@ class PerExample:
         """Give blocks of gradients, each of length 1 where asked."""
         for start in range(indices.start, indices.stop, EXAMPLES_AT_ONCE):
             chosen = range(start, min(start + EXAMPLES_AT_ONCE, indices.stop))
-            rows = self._gradients(data, chosen)
+            # Products and squares of them would not survive the half precision that a model may compute in.
+            rows = self._gradients(data, chosen).to(self._model.moving.dtype)
             yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
 
     @torch.no_grad()

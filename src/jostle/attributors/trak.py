@@ -74,6 +74,8 @@ def trak(
         raise InputError(
             "loss", got=f"{loss}", expected="classification() or next_token(), of which TRAK knows the margin"
         )
+    if dimension is not None and dimension < 1:
+        raise InputError("dimension", got=dimension, expected="a positive number")
     checkpoints = [model] if isinstance(model, nn.Module) else list(model)
     if not checkpoints:
         raise InputError("model", got="no checkpoint", expected="at least one")
@@ -89,7 +91,7 @@ def trak(
             }
             fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             dimension = dimension or _default_dimension(len(sets["train"]))
-            project = Projection(moving.total, dimension, seed, moving.center)
+            project = Projection(moving.total, dimension, seed, moving.center.new_empty(0, dtype=moving.dtype))
             features = _projected(in_place, Margin(loss), sets["train"], project, buffer_bytes).neg()
             targets = _projected(in_place, loss, sets["query"], project, buffer_bytes)
             products.append(_solve(features, targets, ridge))
@@ -157,7 +159,7 @@ def _projected(
 ) -> Float[Tensor, "example dimension"]:
     """The projected gradients of all examples; as many whole ones as fit the buffer are projected together."""
     gradients = PerExample(model, loss)
-    row_bytes = model.moving.total * model.moving.center.element_size()
+    row_bytes = model.moving.total * model.moving.dtype.itemsize
     at_once = max(1, int(buffer_bytes / row_bytes) // EXAMPLES_AT_ONCE) * EXAMPLES_AT_ONCE
     parts = []
     for start in range(0, len(data), at_once):

@@ -111,7 +111,8 @@ class Bank:
                     fix="choose another directory, or delete this one",
                 )
         both = min(len(subsets), len(self.subsets))
-        if not np.array_equal(self.subsets.members[:both], subsets.members[:both]):
+        same_labels = list(self.about["labels"])[:both] == about["labels"][:both]
+        if not same_labels or not np.array_equal(self.subsets.members[:both], subsets.members[:both]):
             raise InputError(
                 "bank",
                 got=f"{self.directory}, a bank of other subsets",
@@ -182,7 +183,15 @@ class Bank:
         first = safetensors.numpy.load_file(self._path("retrainings", *pairs[0]))[name]
         result = np.full((len(self), 1 + max(seed for _, seed in pairs), len(first)), np.nan, np.float32)
         for subset, seed in pairs:
-            result[subset, seed] = safetensors.numpy.load_file(self._path("retrainings", subset, seed))[name]
+            found = safetensors.numpy.load_file(self._path("retrainings", subset, seed))
+            if name not in found or found[name].shape != first.shape:
+                raise InputError(
+                    "bank",
+                    got=f"no {name} of shape {first.shape} of subset {subset}, seed {seed}",
+                    expected="the same observables of every retraining",
+                    fix="fill another directory",
+                )
+            result[subset, seed] = found[name]
         return result
 
     def summary(self) -> dict[str, Any]:
@@ -203,8 +212,8 @@ class Bank:
         if scores.shape != expected:
             raise InputError(
                 f"scores of {scores.method}",
-                got=f"{scores.shape[0]} train × {scores.shape[1]} query",
-                expected=f"{expected[0]} × {expected[1]}, as in the bank",
+                got=f"{' × '.join(map(str, scores.shape))} numbers",
+                expected=f"{expected[0]} train × {expected[1]} query, as in the bank",
             )
         theirs = scores.provenance.get("fingerprints", {})
         for name, ours in self.about["fingerprints"].items():
@@ -290,6 +299,8 @@ def retrain(
     """
     import joblib
 
+    if seeds < 1:
+        raise InputError("seeds", got=seeds, expected="a positive number of retrainings of each subset")
     data = {name: Data(source, name, collate=collate) for name, source in (("train", train), ("query", query))}
     if subsets.members.shape[1] != len(data["train"]):
         raise InputError(

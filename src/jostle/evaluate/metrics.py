@@ -10,6 +10,7 @@ with the sign as stored. Constants and the positive factor do not matter to a ra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,16 +19,19 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Bool, Float
 
-from jostle.errors import InputError
+from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate.bank import Bank
 from jostle.run import Run
 from jostle.scores import Scores
+from jostle.traces import SequenceLosses
 
 Per = Literal["query", "subset"]
 Correlation = Literal["spearman", "pearson"]
 
 BOOTSTRAP = 200
 NORMAL_95 = 1.96
+BLOCK_BYTES = 256 << 20
+"""What of a trace is read at once for variances."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ def lds(
     Raises:
         InputError: scores of other data or of another size, or constant ones.
     """
+    if bank.subsets.kind == "removal":
+        raise InputError(
+            "bank", got="a bank of removals", expected="random subsets, or all but one", fix="use removal()"
+        )
     bank.check(scores)
     return _lds(predicted_losses(bank, scores), bank.values(), per, correlation, bootstrap, seed)
 
@@ -156,11 +164,11 @@ def _lds(
         return scipy.stats.rankdata(rows, axis=1) if correlation == "spearman" else np.ascontiguousarray(rows)
 
     def over_seeds(weights: Float[np.ndarray, "subset seed"]) -> Float[np.ndarray, "row column"]:
-        share = weights / np.maximum(weights.sum(1, keepdims=True), 1)
+        share = weights / weights.sum(1, keepdims=True)
         return ranked(np.einsum("ksq,ks->kq", losses, share))
 
-    def resampled(count: int, size: int | None = None) -> np.ndarray:
-        return generator.multinomial(count, np.full(count, 1 / count), size).astype(float)
+    def resampled(count: int) -> np.ndarray:
+        return generator.multinomial(count, np.full(count, 1 / count)).astype(float)
 
     guessed, real = ranked(predicted), over_seeds(done.astype(float))
     each = correlations(guessed, real, np.ones(guessed.shape[1]))
@@ -168,9 +176,9 @@ def _lds(
     for _ in range(bootstrap):
         of_subsets, of_queries = resampled(subsets), resampled(queries)
         if seeds > 1:
-            # Within each subset: a seed that all subsets share would move them all alike, and no ranks.
-            weights = done * resampled(seeds, subsets)
-            real, of_subsets = over_seeds(weights), of_subsets * (weights.sum(1) > 0)
+            # Within each subset, among those that it has: a seed that all share would move them alike, and no ranks.
+            counts = done.sum(1)
+            real = over_seeds(generator.multinomial(counts, done / counts[:, None]).astype(float))
         # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
         columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
         replicates.append((correlations(guessed, real, columns) * rows).sum() / rows.sum())
@@ -227,13 +235,18 @@ def mislabel_detection(
         bootstrap: how many times examples are resampled for the standard error.
         seed: of the bootstrap.
     """
-    suspicion, wrong = -np.asarray(self_influence, np.float64), np.asarray(mislabelled, bool)
+    suspicion, wrong = -np.asarray(self_influence, np.float64), np.asarray(mislabelled)
+    if not np.isin(wrong, (0, 1)).all():
+        raise InputError("mislabelled", got="other numbers than 0 and 1", expected="booleans, true for a wrong label")
+    wrong = wrong.astype(bool)
     if suspicion.shape != wrong.shape or suspicion.ndim != 1:
         raise InputError("mislabelled", got=f"shape {wrong.shape}", expected=f"shape {suspicion.shape}, as the scores")
     if not wrong.any() or wrong.all():
         raise InputError("mislabelled", got=f"{wrong.sum()} of {len(wrong)}", expected="some, and not all")
     if not np.isfinite(suspicion).all():
         raise InputError("self_influence", got="values that are not finite", expected="finite ones")
+    if np.ptp(suspicion) == 0:
+        raise InputError("self_influence", got="the same value for every example", expected="values that differ")
     generator = np.random.default_rng(seed)
 
     def auroc(bad: np.ndarray, good: np.ndarray) -> float:
@@ -253,14 +266,23 @@ def mislabel_detection(
 
 def self_influence(run: Run, *, normalize: bool = False) -> Float[np.ndarray, " train"]:
     """−Var(ℓᵢ) of every training example over the draws; divided by its mean loss over the draws if ``normalize``."""
+    chains = run.healthy_chains
+    if len(chains) == 0:
+        raise ChainsFailedError("every chain of this run failed; it has no self-influence")
+    if len(chains) * run.draws < 2:
+        raise InputError("draws", got=1, expected="at least two draws in finished chains", fix="raise draws")
     columns, losses = run.traces.columns("train"), run.traces.losses("train")
-    healthy = run.healthy_chains
-    values = np.asarray(losses)[healthy].astype(np.float64)
-    if columns.per_token:
-        values = np.stack([values[:, :, columns.of(i)].mean(2) for i in range(columns.samples)], axis=2)
-    flat = values.reshape(-1, values.shape[2])
-    variance = flat.var(0, ddof=1)
-    return -variance / flat.mean(0) if normalize else -variance
+    losses = SequenceLosses(losses, columns, "mean") if columns.per_token else losses
+    read = np.prod(losses.shape[:2]) * getattr(losses, "read_per_column", 1)
+    block = max(1, int(BLOCK_BYTES // (8 * read)))
+    parts = []
+    for start in range(0, columns.samples, block):
+        values = np.asarray(losses[:, :, start : start + block])[chains].astype(np.float64)
+        flat = values.reshape(-1, values.shape[2])
+        variance = flat.var(0, ddof=1)
+        # A loss that is 0 at every draw has no variance either.
+        parts.append(variance / np.maximum(flat.mean(0), np.finfo(np.float64).tiny) if normalize else variance)
+    return -np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -270,9 +292,10 @@ class Removal:
     Attributes:
         counts: how many examples were taken away.
         rise: for each method, the mean over its queries of the rise in the query's loss, for each count.
-        brittle: for each method, the share of the queries that were right at first and wrong afterwards, for each
-            count; None without an observable ``"margin"``.
-        fewest: for each method and query, the smallest count that made the query wrong; None where none did.
+        brittle: for each method, the share of the queries that were right at first and wrong after so many removals
+            or fewer; of blind ones, the share of repeats. None without an observable ``"margin"``.
+        fewest: for each method and query, the smallest count that made the query wrong, of blind removals in at least
+            half of the repeats; None where none did.
     """
 
     counts: list[int]
@@ -294,39 +317,62 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
     counts = sorted({label["k"] for label in labels if label["k"]})
     queries = sorted({label["query"] for label in labels if "query" in label})
     losses = _seed_means(bank.values())
+    if not np.isfinite(losses[0]).all():
+        raise InputError("bank", got="no retraining on all examples", expected="it, to compare with")
     generator = np.random.default_rng(seed)
-    margins = _seed_means(bank.values("margin")) if "margin" in bank.observables else None
     rise: dict[str, list[Measured]] = {method: [] for method in methods}
-    brittle: dict[str, list[float]] = {method: [] for method in methods}
-    fewest: dict[str, dict[int, int | None]] = {method: dict.fromkeys(queries) for method in methods}
+    for method, k in itertools.product(methods, counts):
+        after = [_after(losses, labels, method, k, query) for query in queries]
+        rises = _means_of_finite(after) - losses[0, queries]
+        real = rises[np.isfinite(rises)]
+        if not len(real):
+            raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
+        means = [generator.choice(real, len(real)).mean() for _ in range(bootstrap)]
+        rise[method].append(Measured(float(real.mean()), _spread(means), rises))
+    if "margin" not in bank.observables:
+        return Removal(counts, rise, None, None)
+    margins = _seed_means(bank.values("margin"))
+    brittle: dict[str, list[float]] = {}
+    fewest: dict[str, dict[int, int | None]] = {}
     for method in methods:
-        for k in counts:
-            rises = np.array([_after(losses, labels, method, k, query) - losses[0, query] for query in queries])
-            real = rises[np.isfinite(rises)]
-            if not len(real):
-                raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
-            means = [generator.choice(real, len(real)).mean() for _ in range(bootstrap)]
-            rise[method].append(Measured(float(real.mean()), _spread(means), rises))
-            if margins is None:
-                continue
-            right = [query for query in queries if margins[0, query] > 0]
-            for query in right:
-                if _after(margins, labels, method, k, query) < 0 and fewest[method][query] is None:
-                    fewest[method][query] = k
-            flipped = sum(fewest[method][query] is not None for query in right)
-            brittle[method].append(flipped / max(1, len(right)))
-    return Removal(counts, rise, brittle if margins is not None else None, fewest if margins is not None else None)
+        turned = {query: _turned(margins, labels, method, counts, query) for query in queries if margins[0, query] > 0}
+        brittle[method] = np.mean(list(turned.values()) or [np.zeros(len(counts))], axis=0).tolist()
+        fewest[method] = dict.fromkeys(queries) | {
+            query: next((k for k, share in zip(counts, shares, strict=True) if share >= 0.5), None)
+            for query, shares in turned.items()
+        }
+    return Removal(counts, rise, brittle, fewest)
 
 
-def _after(values: np.ndarray, labels: Sequence[Any], method: str, k: int, query: int) -> float:
-    """A query's value without k examples: those of the method for it, or blind ones, averaged."""
+def _turned(values: np.ndarray, labels: Sequence[Any], method: str, counts: Sequence[int], query: int) -> list[float]:
+    """For each count, the share of the repeats in which so many removals, or fewer, made a query's margin negative.
+
+    Each repeat counts by itself: the mean of several margins is steadier than one, and would turn too seldom.
+    """
+    turned: dict[int, bool] = {}
+    shares = []
+    for k in counts:
+        for repeat, value in enumerate(_after(values, labels, method, k, query)):
+            if np.isfinite(value):
+                turned[repeat] = turned.get(repeat, False) or bool(value < 0)
+        shares.append(float(np.mean(list(turned.values()) or [False])))
+    return shares
+
+
+def _after(
+    values: Float[np.ndarray, "subset query"], labels: Sequence[Any], method: str, k: int, query: int
+) -> Float[np.ndarray, " repeat"]:
+    """A query's values without k examples: those of the method for it, or blind ones; NaN for a missing repeat."""
     rows = [
         row
         for row, label in enumerate(labels)
         if label["method"] == method and label["k"] == k and label.get("query", query) == query
     ]
-    column = values[rows, query]
-    return float(np.mean(column[np.isfinite(column)])) if np.isfinite(column).any() else float("nan")
+    return values[rows, query]
+
+
+def _means_of_finite(groups: Sequence[np.ndarray]) -> Float[np.ndarray, " group"]:
+    return np.array([np.mean(group[np.isfinite(group)]) if np.isfinite(group).any() else np.nan for group in groups])
 
 
 def _seed_means(values: Float[np.ndarray, "subset seed query"]) -> Float[np.ndarray, "subset query"]:

@@ -157,6 +157,8 @@ def compare(
         }
         if texts is not None:
             blind["BM25"] = bm25(*texts)
+    for name in scores.keys() & blind.keys():
+        raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
     rows = []
     for name, given in {**scores, **blind}.items():
         per_subset = None
@@ -187,26 +189,34 @@ def read_scores(
     seconds: dict[str, float] = {}
     detections: dict[str, Detection] = {}
     texts = None
-    runs = sum(Path(source.split("=", 1)[-1]).is_dir() for source in sources)
-    for source in sources:
-        given, _, rest = source.rpartition("=")
-        path = Path(rest)
+    named = [_named(source) for source in sources]
+    runs = sum(path.is_dir() for _, path in named)
+
+    def add(name: str, given: Scores, took: float | None) -> None:
+        if name in scores:
+            raise InputError(
+                "scores", got=f"two methods called {name!r}", expected="a name for each", fix=f"write NAME={path}"
+            )
+        scores[name] = given
+        if took is not None:
+            seconds[name] = took
+
+    for given, path in named:
         if path.is_dir():
             run = load(path)
             name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
             for kind in ("covariance", "correlation"):
-                scores[f"{name} {kind}"] = run.influence(normalize=kind == "correlation")
-                seconds[f"{name} {kind}"] = sum(run.manifest["seconds"].values())
+                influence = run.influence(normalize=kind == "correlation")
+                add(f"{name} {kind}", influence, sum(run.manifest["seconds"].values()))
             texts = texts or _tokens(run)
             if mislabelled is not None:
                 detections[f"{name} covariance"] = mislabel_detection(self_influence(run), mislabelled)
         elif path.suffix == ".safetensors" and path.is_file():
             read = Scores.load(path)
-            scores[given or read.method] = read
-            if "seconds" in read.provenance:
-                seconds[given or read.method] = read.provenance["seconds"]
+            add(given or read.method, read, read.provenance.get("seconds"))
         elif path.suffix == ".npy" and path.is_file():
-            scores[given or path.stem] = Scores(values=np.load(path), method=given or path.stem)
+            name = given or path.stem
+            add(name, Scores(values=read_array(path), method=name), None)
         else:
             raise InputError(
                 "scores",
@@ -214,6 +224,20 @@ def read_scores(
                 expected="the directory of a run, or a file of scores ending in .safetensors or .npy (negative helps)",
             )
     return scores, seconds, detections, texts
+
+
+def _named(source: str) -> tuple[str, Path]:
+    """A name and a path; a path may have an = in it, too."""
+    name, separator, rest = source.partition("=")
+    return (name, Path(rest)) if separator and not Path(source).exists() else ("", Path(source))
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read an .npy file; nothing that it could execute."""
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError("file", got=f"{path}, which cannot be read ({error})", expected="an .npy file") from error
 
 
 def _tokens(run: Run) -> tuple[list[Any], list[Any]] | None:

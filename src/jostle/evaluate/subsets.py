@@ -90,7 +90,17 @@ def removals(
         random: how many times as many are picked blindly, for each count.
         seed: of the blind picks.
     """
-    of = next(iter(scores.values())).shape[0]
+    shapes = {given.shape for given in scores.values()}
+    if len(shapes) != 1:
+        raise InputError("scores", got=f"shapes {sorted(shapes)}", expected="one or more methods of one shape")
+    reserved = {"none", "random"} & scores.keys()
+    if reserved:
+        raise InputError(
+            "scores", got=f"a method called {reserved.pop()!r}", expected="another name: that is a control's"
+        )
+    of, columns = next(iter(shapes))
+    if not all(0 <= query < columns for query in queries):
+        raise InputError("queries", got=list(queries), expected=f"indices from 0 to {columns - 1}")
     if not all(0 < k < of for k in counts):
         raise InputError("counts", got=list(counts), expected=f"numbers from 1 to {of - 1}")
     rows, labels = [np.ones(of, bool)], [{"method": "none", "k": 0}]

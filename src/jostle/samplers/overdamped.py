@@ -10,11 +10,11 @@ import torch
 
 from jostle.errors import InputError
 from jostle.posterior import Potential
-from jostle.samplers.protocol import Statistics, Weights, pull, refuse_overshoot, require_positive
+from jostle.samplers.protocol import Rule, Statistics, Weights, pull, refuse_overshoot, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaussian:
+class Gaussian(Rule):
     """Independent draws around w*, without any gradient: the control that every other rule has to beat.
 
         w ← μ + N(0, 1/(γ + λ)),   μ = γw*/(γ + λ).
@@ -27,10 +27,6 @@ class Gaussian:
     """
 
     independent: ClassVar[bool] = True
-
-    def init(self, weights: Weights) -> Statistics:
-        """Carry nothing."""
-        return {}
 
     def step(
         self,
@@ -64,13 +60,9 @@ class Gaussian:
                 fix="burn_in=1 (and thin=1) is enough, as every step is a new draw",
             )
 
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGLD:
+class SGLD(Rule):
     """Stochastic-gradient Langevin dynamics, the paper's update:
 
         w ← w − (ε/2)·(nβ·ḡ + γ(w − w*)) + N(0, ε).
@@ -84,10 +76,6 @@ class SGLD:
 
     def __post_init__(self) -> None:
         require_positive("step_size", self.step_size)
-
-    def init(self, weights: Weights) -> Statistics:
-        """Carry nothing."""
-        return {}
 
     def step(
         self,
@@ -107,13 +95,9 @@ class SGLD:
         """Refuse a step from which the chain grows without bound."""
         refuse_overshoot(self.step_size, potential)
 
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class LeimkuhlerMatthews:
+class LeimkuhlerMatthews(Rule):
     """SGLD whose noise is the mean of this step's and the last one's:
 
         w ← w − (ε/2)·∇U(w) + √ε·(ξₜ + ξₜ₊₁)/2,   ∇U = nβ·ḡ + γ(w − w*) + λw.
@@ -156,13 +140,9 @@ class LeimkuhlerMatthews:
         """Refuse a step from which the chain grows without bound."""
         refuse_overshoot(self.step_size, potential)
 
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class OrnsteinUhlenbeck:
+class OrnsteinUhlenbeck(Rule):
     """Pull and noise integrated exactly, the gradient as a constant force over the step:
 
         w ← μ + (w − μ)·e^(−εκ/2) − nβ·ḡ·(1 − e^(−εκ/2))/κ + N(0, (1 − e^(−εκ))/κ),   κ = γ + λ,   μ = γw*/κ.
@@ -181,10 +161,6 @@ class OrnsteinUhlenbeck:
 
     def __post_init__(self) -> None:
         require_positive("step_size", self.step_size)
-
-    def init(self, weights: Weights) -> Statistics:
-        """Carry nothing."""
-        return {}
 
     def step(
         self,
@@ -210,13 +186,9 @@ class OrnsteinUhlenbeck:
     def check(self, potential: Potential, *, burn_in: int) -> None:
         """Nothing is certain beforehand: the pull alone is stable at any step, and the curvature is not known."""
 
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class RMSpropSGLD:
+class RMSpropSGLD(Rule):
     """SGLD preconditioned by a running second moment of the gradient:
 
         V ← αV + (1 − α)ḡ²,   G = 1/(√V̂ + e),   V̂ = V/(1 − αᵗ),

@@ -51,6 +51,18 @@ class Sampler(Protocol):
         ...
 
 
+class Rule:
+    """What most rules have in common: nothing is carried from step to step, and there is nothing to say."""
+
+    def init(self, weights: Weights) -> Statistics:
+        """Carry nothing."""
+        return {}
+
+    def remarks(self, statistics: Statistics) -> list[str]:
+        """Nothing to say."""
+        return []
+
+
 def pull(potential: Potential) -> float:
     """γ + λ: the curvature that holds every weight, whatever the losses are."""
     return potential.localization + potential.prior_precision

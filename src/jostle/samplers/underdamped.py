@@ -10,11 +10,11 @@ import torch
 
 from jostle.errors import InputError
 from jostle.posterior import Potential
-from jostle.samplers.protocol import Statistics, Weights, pull, refuse_overshoot, require_positive
+from jostle.samplers.protocol import Rule, Statistics, Weights, pull, refuse_overshoot, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class BAOAB:
+class BAOAB(Rule):
     """Underdamped Langevin dynamics: kick, half a drift, friction and noise, half a drift, for one gradient a step.
 
         p ← p − h·∇U(w)
@@ -71,13 +71,9 @@ class BAOAB:
         _require_pull(potential)
         refuse_overshoot(self.step_size, potential)
 
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGNHT:
+class SGNHT(Rule):
     """The stochastic-gradient Nosé–Hoover thermostat: `BAOAB` with a friction that each chain measures for itself.
 
         p ← p − h·∇U(w)
@@ -143,10 +139,6 @@ class SGNHT:
         """Refuse a step from which the chain grows without bound, and a friction without a unit."""
         _require_pull(potential)
         refuse_overshoot(self.step_size, potential)
-
-    def remarks(self, statistics: Statistics) -> list[str]:
-        """Nothing to say."""
-        return []
 
 
 def _friction(relative: float, potential: Potential) -> float:

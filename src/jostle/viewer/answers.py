@@ -11,24 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from jostle.diagnose import Sample, effective_sizes, half_scores, moving
 from jostle.errors import InputError
 from jostle.estimate import FEWEST_DRAWS
 from jostle.plots import LARGEST, autocorrelation_bands
 from jostle.viewer.places import best_layout, place
-from jostle.viewer.reading import (
-    Opened,
-    Reading,
-    RunSource,
-    ScoresSource,
-    Source,
-    Table,
-    UnreadableError,
-    finite,
-    in_words,
-)
+from jostle.viewer.reading import Reading, Table, UnreadableError, finite, in_words
+from jostle.viewer.sources import RunSource, Source
 
 Parameters = Mapping[str, str]
 Answer = dict[str, Any] | bytes
@@ -45,28 +35,11 @@ MOST_POINTS = 400
 MOST_PLACED = 3000
 """How many examples a map shows."""
 
+MOST_QUERIES = 64
+"""How many queries the agreement of two methods is the median of."""
+
 AGREEMENT_TOP = 10
-
-
-def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened]) -> list[Source]:
-    """Run directories, and files of scores (.safetensors); which is which is all that is looked at here."""
-    sources: list[Source] = []
-    for path in paths:
-        if path.suffix == ".safetensors":
-            if not path.is_file():
-                raise InputError("view", got=f"{path}, which does not exist", expected="a file that Scores.save wrote")
-            sources.append(ScoresSource(path))
-        elif path.is_dir():
-            sources.append(RunSource(path, open_run))
-        else:
-            raise InputError(
-                "view", got=f"{path}, which is no directory", expected="a run directory, or scores in a .safetensors"
-            )
-    names = [source.name for source in sources]
-    for number, source in enumerate(sources):
-        if names.count(source.name) > 1:
-            source.name = f"{source.name} ({number})"
-    return sources
+"""How many of the most helpful, and of the most harmful, two methods may have in common."""
 
 
 class Answers:
@@ -94,25 +67,19 @@ class Answers:
         try:
             reading = source.read()
             if isinstance(reading, Table):
-                sizes = dict(zip(("train", "query"), reading.matrix.shape, strict=True))
-                return about | {"kind": "scores", "method": reading.method, "sizes": sizes}
-            config, manifest = reading.run.config, reading.run.manifest
+                return about | {"kind": "scores", "method": reading.method, "sizes": reading.sizes}
             images = {name: None if pixels is None else pixels.shape[1:] for name, pixels in reading.images.items()}
             return finite(
                 about
                 | {
                     "kind": "tokens" if reading.per_token else "examples",
                     "method": "bif",
-                    "status": manifest["status"],
-                    "created": manifest["created"],
+                    "status": reading.run.manifest["status"],
                     "has_traces": reading.has_traces,
-                    "sizes": {name: reading.columns(name).samples for name in ("train", "query")},
-                    "tokens": {name: reading.columns(name).total for name in ("train", "query")},
+                    "sizes": reading.sizes,
                     "images": images,
                     "chains": len(reading.chains),
                     "draws": reading.draws,
-                    "sampler": config["sampler"]["name"],
-                    "posterior": config["posterior"],
                 }
             )
         except UnreadableError as problem:
@@ -141,10 +108,7 @@ class Answers:
         First those of the examples, then those of their tokens, as little-endian float32.
         """
         name, sample = _set(parameters), _number(parameters, "sample")
-        reading = self._source(parameters).read()
-        if isinstance(reading, Table):
-            return reading.correlations(name, sample).astype("<f4").tobytes()
-        by_example, by_token = reading.correlations(name, sample, _span(parameters))
+        by_example, by_token = self._source(parameters).read().correlations(name, sample, _span(parameters))
         parts = [by_example] if by_token is None else [by_example, by_token]
         return np.concatenate(parts).astype("<f4").tobytes()
 
@@ -156,9 +120,7 @@ class Answers:
         if level not in ("example", "token"):
             raise InputError("level", got=repr(level), expected="'example' or 'token'")
         columns = _numbers(parameters, "columns")
-        found = None
-        if isinstance(reading, Reading):
-            found = reading.errors(name, sample, _span(parameters), columns, tokens=level == "token")
+        found = reading.errors(name, sample, _span(parameters), columns, tokens=level == "token")
         if found is None:
             return {"errors": None, "degrees_of_freedom": None}
         return {"errors": finite(found[0].tolist()), "degrees_of_freedom": found[1]}
@@ -193,21 +155,27 @@ class Answers:
         table = reading.table("train", tokens=False)
         with in_words("the map cannot be drawn"):
             places, share = reading.remember(f"map {layout}", lambda: place(table.unit(picked.tolist()), layout))
-        answer = {"indices": picked, "places": places.tolist(), "variance": share, "of": count, "layout": layout}
+        answer = {
+            "indices": picked,
+            "places": places.round(4).tolist(),
+            "variance": share,
+            "of": count,
+            "layout": layout,
+        }
         return finite(answer)
 
     def compare(self, parameters: Parameters) -> Answer:
         """Two methods' scores for one query, and how far their rankings agree, for it and over all queries."""
         query = _number(parameters, "query")
         first, second = (self._source(parameters, name).read() for name in ("run", "other"))
-        columns = [_column(reading, query) for reading in (first, second)]
+        columns = [reading.correlations("query", query, None)[0] for reading in (first, second)]
         if len(columns[0]) != len(columns[1]):
             raise UnreadableError(
                 f"they score {len(columns[0])} and {len(columns[1])} training examples: not the same data"
             )
         overall = [
-            _spearman(_column(first, number), _column(second, number))
-            for number in range(min(_queries(first), _queries(second), 64))
+            _spearman(*(reading.correlations("query", number, None)[0] for reading in (first, second)))
+            for number in range(min(first.sizes["query"], second.sizes["query"], MOST_QUERIES))
         ]
         known = [value for value in overall if value is not None]
         return finite(
@@ -244,16 +212,6 @@ class Answers:
         if isinstance(reading, Table):
             raise InputError("run", got="a file of scores", expected="a run")
         return reading
-
-
-def _column(reading: Reading | Table, query: int) -> Float[np.ndarray, " train"]:
-    if isinstance(reading, Table):
-        return reading.correlations("query", query)
-    return reading.correlations("query", query, None)[0]
-
-
-def _queries(reading: Reading | Table) -> int:
-    return reading.matrix.shape[1] if isinstance(reading, Table) else reading.columns("query").samples
 
 
 def _spearman(first: np.ndarray, second: np.ndarray) -> float | None:

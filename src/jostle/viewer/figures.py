@@ -54,7 +54,7 @@ def _draw_texts(
     by_example: np.ndarray,
     by_token: np.ndarray,
 ) -> None:
-    reach = max(float(np.quantile(np.abs(by_token), 0.995)), 1e-12)
+    reach = max(float(np.quantile(np.abs(by_token), 0.995, method="lower")), 1e-12)
     asked = reading.examples["query"][query]
     marked = set(asked["positions"]) if span is None else set(range(span[0], span[1] + 1))
     blocks: list[tuple[str, list[str], dict[int, float], set[int]]] = [(f"query {query}", asked["tokens"], {}, marked)]

@@ -1,7 +1,6 @@
 """What a viewer reads of a run: everything recorded so far, kept in memory so that any question is one product.
 
-A run that is still sampling is read as the largest rectangle of chains × draws that is there; when more is written, it
-is read anew. Whatever is wrong with a directory becomes an `UnreadableError`, in words that a page can show.
+Whatever is wrong with a directory becomes an `UnreadableError`, in words that a page can show.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,17 +18,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from jostle.chains import read_metadata
 from jostle.diagnose import Sample, diagnose, read_sample
 from jostle.errors import EstimateWarning, InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
 from jostle.scores import Scores
+from jostle.stores import Place
 from jostle.traces import Columns, SequenceLosses, Traces
 
 SETS = ("train", "query")
-
-LAST_WRITTEN = 300.0
-"""Seconds without a new draw after which a run that is not finished is said to rest."""
 
 
 class UnreadableError(JostleError):
@@ -81,113 +76,6 @@ class Opened(Protocol):
         ...
 
 
-class Source(Protocol):
-    """Something that scores training examples for queries: a run, or a file of scores."""
-
-    name: str
-
-    def read(self) -> Reading | Table:
-        """Return what is there now."""
-        ...
-
-
-class RunSource:
-    """A run directory, read again whenever it has changed."""
-
-    def __init__(self, path: Path, open_run: Callable[[Path], Opened]) -> None:
-        self.path, self._open = path.resolve(), open_run
-        self.name = name_of(path)
-        self._lock = threading.Lock()
-        self._reading: Reading | None = None
-        self._seen: list[tuple[float, int]] = []
-
-    def read(self) -> Reading:
-        """Return the run as it stands.
-
-        Raises:
-            UnreadableError: it cannot be read.
-        """
-        with self._lock, in_words(f"{self.name} cannot be read"):
-            stamp = self._stamp()
-            if self._reading is None or stamp != self._reading.stamp:
-                self._reading = Reading(self._open(self.path), stamp)
-            return self._reading
-
-    def _stamp(self) -> tuple[int, ...]:
-        """What changes whenever the run does; refuses what leads out of the directory, and what would not end."""
-        if not self.path.is_dir():
-            raise UnreadableError(f"{self.name}: there is no such directory")
-        if (self.path / ".begun").exists():
-            raise UnreadableError(f"{self.name} is being laid out; it can be read when its first chains start")
-        stamp = []
-        for entry in ("manifest.json", "config.yaml", *(f"examples/{name}.{kind}" for name in SETS for kind in KINDS)):
-            path = self.path / entry
-            if not path.resolve().is_relative_to(self.path):
-                raise UnreadableError(f"{self.name}: {entry} leads out of the run directory")
-            if path.exists() and not path.is_file():
-                raise UnreadableError(f"{self.name}: {entry} is not a file")
-            stamp.append(path.stat().st_mtime_ns if path.is_file() else 0)
-        stamp.append(int(1e9 * last_written(self.path)))
-        return tuple(stamp)
-
-    def progress(self, reading: Reading) -> dict[str, Any] | None:
-        """How far a run has come that is not finished: steps, draws, and how long it may still take."""
-        if reading.complete:
-            return None
-        config, now = reading.run.config, time.time()
-        steps = _steps_done(self.path, reading)
-        total = config["chains"] * (config["burn_in"] + (config["draws"] - 1) * config["thin"])
-        written = last_written(self.path)
-        if not self._seen or self._seen[-1][1] != steps:
-            self._seen.append((written, steps))
-        # What was seen to be done while looking on; before that, what was done since the sampling was prepared.
-        first = self._seen[0] if len(self._seen) > 1 else ((self.path / "manifest.json").stat().st_mtime, 0)
-        # A directory that was copied has lost its times, and tells nothing about them.
-        rate = (steps - first[1]) / (written - first[0]) if written - first[0] > 0.5 else 0.0
-        rests = now - written > LAST_WRITTEN
-        left = (total - steps) / rate - (now - written) if rate > 0 and not rests else None
-        return {
-            "steps": steps,
-            "total": total,
-            "draws": reading.recorded.tolist(),
-            "seconds_left": None if left is None else max(left, 0.0),
-            "seconds_since_written": now - written,
-            "rests": rests,
-        }
-
-
-KINDS = ("jsonl", "images.npy")
-
-
-def name_of(path: Path) -> str:
-    """A run's own name, with that of its directory where all are called "run"."""
-    path = path.resolve()
-    return f"{path.parent.name}/{path.name}" if path.name == "run" else path.name
-
-
-def last_written(directory: Path) -> float:
-    """When the newest draw was written."""
-    newest = (directory / "manifest.json").stat().st_mtime
-    for place in ("traces.zarr/train/losses", "state"):
-        for path in (directory / place).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # replaced while we look
-                newest = max(newest, path.stat().st_mtime)
-    return newest
-
-
-def _steps_done(directory: Path, reading: Reading) -> int:
-    """Over all chains: by their checkpoints, or by their draws where those are newer."""
-    config = reading.run.config
-    done = 0
-    for chain, draws in enumerate(reading.recorded.tolist()):
-        step = config["burn_in"] + (draws - 1) * config["thin"] if draws else 0
-        path = directory / "state" / f"chain-{chain:04d}.safetensors"
-        with contextlib.suppress(OSError, ValueError, KeyError):  # replaced while we look
-            step = max(step, int(read_metadata(path)["step"])) if path.is_file() else step
-        done += step
-    return done
-
-
 @contextlib.contextmanager
 def in_words(what: str) -> Iterator[None]:
     """Turn whatever a damaged file makes of its reader into a `UnreadableError`."""
@@ -221,8 +109,8 @@ class Recorded:
 class RecordedTraces(Traces):
     """The traces of a run that is still sampling, up to the draw that enough chains have reached."""
 
-    def __init__(self, path: Path, draws: int) -> None:
-        super().__init__(path)
+    def __init__(self, place: Place, draws: int) -> None:
+        super().__init__(place)
         self._draws = draws
 
     def losses(self, name: str) -> Any:
@@ -237,8 +125,8 @@ class RecordedTraces(Traces):
 class Reading:
     """One run at one moment."""
 
-    def __init__(self, run: Opened, stamp: tuple[int, ...]) -> None:
-        self.run, self.stamp = run, stamp
+    def __init__(self, run: Opened) -> None:
+        self.run = run
         self.complete = run.manifest["status"] == "complete"
         self._lock = threading.RLock()
         self._tables: dict[tuple[str, bool], Standardized] = {}
@@ -256,7 +144,7 @@ class Reading:
                 raise UnreadableError("there are no training losses in traces.zarr")
             self.recorded = np.full(chains, draws) if self.complete else _count_recorded(traces)
             self.chains, self.draws = (healthy, draws) if self.complete else _rectangle(self.recorded)
-            self.traces = RecordedTraces(run.directory / "traces.zarr", self.draws)
+            self.traces = RecordedTraces(traces.place, self.draws)
             self._columns = {name: traces.columns(name) for name in traces.sets}
             if "query" not in self._columns:
                 components = sum(traces.observable(name).shape[2] for name in traces.observables)
@@ -326,6 +214,11 @@ class Reading:
                 for component in range(self.traces.observable(observable).shape[2])
             ]
         return [{} for _ in range(self.columns(name).samples)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many examples each set has."""
+        return {name: self.columns(name).samples for name in SETS}
 
     def sample_of(self, name: str, index: int) -> None:
         """Refuse an example that is not there."""
@@ -484,32 +377,19 @@ class Table:
 
     def __init__(self, scores: Scores) -> None:
         self.method = scores.method
-        self.normalized = scores.normalized
         self.matrix: Float[np.ndarray, "train query"] = -scores.values
+        self.sizes: dict[str, int] = dict(zip(SETS, self.matrix.shape, strict=True))
 
-    def correlations(self, name: str, sample: int) -> Float[np.ndarray, " example"]:
-        """One query's scores, or one training example's."""
-        size = self.matrix.shape[1 if name == "query" else 0]
-        if not 0 <= sample < size:
-            raise InputError(name, got=sample, expected=f"an index from 0 to {size - 1}")
-        return self.matrix[:, sample] if name == "query" else self.matrix[sample]
+    def correlations(
+        self, name: str, sample: int, span: tuple[int, int] | None
+    ) -> tuple[Float[np.ndarray, " example"], None]:
+        """One query's scores, or one training example's; of whole examples alone."""
+        if not 0 <= sample < self.sizes[name]:
+            raise InputError(name, got=sample, expected=f"an index from 0 to {self.sizes[name] - 1}")
+        return (self.matrix[:, sample] if name == "query" else self.matrix[sample]), None
 
-
-class ScoresSource:
-    """A file that `Scores.save` wrote."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.stem
-        self._path = path
-        self._lock = threading.Lock()
-        self._table: Table | None = None
-
-    def read(self) -> Table:
-        """Return its scores."""
-        with self._lock, in_words(f"{self.name} cannot be read"):
-            if self._table is None:
-                self._table = Table(Scores.load(self._path))
-            return self._table
+    def errors(self, *asked: Any, **options: Any) -> None:
+        """None are known."""
 
 
 def finite(value: Any) -> Any:

@@ -7,13 +7,15 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from jostle.errors import InputError
 from jostle.viewer.answers import STATIC, Answers
-from jostle.viewer.reading import SETS, Reading, Source, Table, UnreadableError, finite
+from jostle.viewer.places import Layout
+from jostle.viewer.reading import SETS, Reading, Table, UnreadableError, finite
+from jostle.viewer.sources import Source
 
 MODULE = "data:text/javascript;base64,"
 
@@ -31,7 +33,7 @@ def write_report(sources: Sequence[Source], *, queries: Sequence[int] | None, k:
     """Return the page of some queries, each with its ``k`` most helpful and most harmful training examples.
 
     Raises:
-        InputError: a query that is not there.
+        InputError: a query that is not there, or scores without a run of the same examples.
         UnreadableError: the run cannot be read.
     """
     answers = Answers(sources)
@@ -40,21 +42,16 @@ def write_report(sources: Sequence[Source], *, queries: Sequence[int] | None, k:
     assert isinstance(described, dict)
     for number, source in enumerate(sources):
         reading = source.read()
-        if isinstance(reading, Reading):
-            chosen = _chosen(reading, queries)
-            shown = _shown(sources, reading, chosen, k)
-            _describe(data, number, reading, chosen, shown)
+        run = reading if isinstance(reading, Reading) else _run_beside(reading, sources)
+        chosen = _chosen(run, queries)
+        shown = _shown(sources, run, chosen, k)
+        if run is reading:
+            _describe(data, number, run, chosen, shown)
             if health:
-                for question in ("health", "map"):
-                    data["answers"][f"{question}?run={number}"] = _answer(answers, question, {"run": str(number)})
-        else:
-            first = next(one.read() for one in sources if isinstance(one.read(), Reading))
-            assert isinstance(first, Reading)
-            chosen = _chosen(first, queries)
-            shown = _shown(sources, first, chosen, k)
+                _add_diagnostics(data, answers, number)
         _add_blocks(data, number, reading, chosen, shown)
         for other in range(len(sources)):
-            if other != number and reading_size(reading)[0] <= MOST_COMPARED:
+            if other != number and reading.sizes["train"] <= MOST_COMPARED:
                 for query in chosen:
                     asked = {"other": str(other), "query": str(query), "run": str(number)}
                     key = "compare?" + "&".join(f"{name}={value}" for name, value in asked.items())
@@ -67,11 +64,26 @@ def write_report(sources: Sequence[Source], *, queries: Sequence[int] | None, k:
     return _page(data)
 
 
-def reading_size(reading: Reading | Table) -> tuple[int, int]:
-    """Training examples and queries."""
-    if isinstance(reading, Table):
-        return reading.matrix.shape[0], reading.matrix.shape[1]
-    return reading.columns("train").samples, reading.columns("query").samples
+def _add_diagnostics(data: dict[str, Any], answers: Answers, number: int) -> None:
+    """The health of a run, and its map as it is shown first and in either layout."""
+    asked = {"run": str(number)}
+    data["answers"][f"health?run={number}"] = _answer(answers, "health", asked)
+    data["answers"][f"map?run={number}"] = _answer(answers, "map", asked)
+    for layout in get_args(Layout):
+        data["answers"][f"map?layout={layout}&run={number}"] = _answer(answers, "map", asked | {"layout": layout})
+
+
+def _run_beside(scores: Table, sources: Sequence[Source]) -> Reading:
+    """The run that shows what a file of scores is about."""
+    for source in sources:
+        reading = source.read()
+        if isinstance(reading, Reading) and reading.sizes == scores.sizes:
+            return reading
+    raise InputError(
+        "report",
+        got=f"scores of {scores.sizes['train']} training examples for {scores.sizes['query']} queries",
+        expected="a run of the same examples beside them",
+    )
 
 
 def _answer(answers: Answers, question: str, parameters: dict[str, str]) -> Any:
@@ -94,15 +106,10 @@ def _shown(sources: Sequence[Source], reading: Reading, chosen: Sequence[int], k
     shown: set[int] = set()
     for source in sources:
         other = source.read()
-        if reading_size(other) != reading_size(reading):
+        if other.sizes != reading.sizes:
             continue
         for query in chosen:
-            scores = (
-                other.correlations("query", query)
-                if isinstance(other, Table)
-                else other.correlations("query", query, None)[0]
-            )
-            order = np.argsort(-scores, kind="stable")
+            order = np.argsort(-other.correlations("query", query, None)[0], kind="stable")
             shown |= {*order[:k].tolist(), *order[-k:].tolist()}
     return sorted(shown)
 
@@ -123,7 +130,7 @@ def _add_blocks(
     """For each query: its mean loss and its tokens, against the examples that are shown and their tokens."""
     if isinstance(reading, Table):
         for query in chosen:
-            row = reading.correlations("query", query)[list(shown)]
+            row = reading.correlations("query", query, None)[0][list(shown)]
             data["blocks"][f"{number} {query}"] = _block([row], None, None, [], len(shown))
         return
     columns, of_query = reading.columns("train"), reading.columns("query")

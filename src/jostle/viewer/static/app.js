@@ -33,6 +33,7 @@ const KEYS = [
   ["/", "search"],
   ["Tab", "on to the training texts; there ← → walk along the tokens"],
   ["Enter", "on a training token: the other way round"],
+  ["← → ↑ ↓", "in a map or a comparison: the nearest point that way; Enter opens it"],
   ["?", "this list"],
 ];
 
@@ -41,6 +42,7 @@ class App {
     this.runs = [];
     this.examplesOf = new Map();
     this.views = new Map();
+    this.verdicts = new Map();
     this.main = document.getElementById("main");
     this.header = document.getElementById("header");
     this.state = this.readAddress();
@@ -109,6 +111,11 @@ class App {
     window.addEventListener("hashchange", () => this.adopt());
     window.addEventListener("popstate", () => this.adopt());
     document.addEventListener("keydown", (event) => this.key(event));
+    // Not by its address, which says what is shown.
+    document.querySelector(".skip").addEventListener("click", (event) => {
+      event.preventDefault();
+      this.main.focus();
+    });
     await this.render();
     if (!isReport) setInterval(() => this.refresh(), REFRESH);
   }
@@ -137,12 +144,12 @@ class App {
       for (const view of this.views.values()) view.forget?.();
       await this.render();
     } else if (this.view === "health") {
-      this.views.get(this.key_(this.view))?.forget?.();
+      this.views.get(this.keyOf(this.view))?.forget?.();
       await this.render();
     }
   }
 
-  key_(name) {
+  keyOf(name) {
     return `${name} ${this.run.run}`;
   }
 
@@ -163,7 +170,7 @@ class App {
       this.main.replaceChildren(trouble("Scores alone have nothing to show: open them together with a run."));
       return;
     }
-    const key = this.key_(name);
+    const key = this.keyOf(name);
     if (!this.views.has(key)) this.views.set(key, new VIEWS[name].make(this, run));
     const view = this.views.get(key);
     if (this.main.firstChild !== view.element) this.main.replaceChildren(view.element);
@@ -177,11 +184,22 @@ class App {
       view.element.prepend(trouble(error.message));
     }
     this.main.dataset.view = name;
+    await this.judge(run);
+  }
+
+  // Scores that cannot be relied on say so on every page, and not under Health alone.
+  async judge(run) {
+    const key = `${run.run} ${run.draws}`;
+    if (run.status === undefined || this.verdicts.has(key)) return;
+    this.verdicts.set(key, null);
+    const { diagnostics } = await ask("health", { run: run.run }).catch(() => ({}));
+    this.verdicts.set(key, diagnostics?.verdict.level ?? null);
+    if (this.run === run) this.renderHeader();
   }
 
   renderHeader() {
     const run = this.run;
-    const parts = [element("a", { class: "brand", href: "#" }, "Jostle")];
+    const parts = [element("h1", { class: "brand" }, element("a", { href: "#" }, "Jostle"))];
     if (this.runs.length > 1) {
       const options = this.runs.map((one) => [one.run, one.name]);
       parts.push(choice("Run", options, run.run, (value) => this.go({ ...CLEARED, run: value }, { remember: true })));
@@ -203,6 +221,10 @@ class App {
     parts.push(element("nav", { "aria-label": "Views" }, tabs));
     if (run.status && run.status !== "complete") {
       parts.push(element("span", { class: "badge sampling" }, `still sampling: ${plural(run.draws, "draw")} of ${plural(run.chains, "chain")}`));
+    }
+    const level = this.verdicts.get(`${run.run} ${run.draws}`);
+    if (level && level !== "good") {
+      parts.push(element("button", { type: "button", class: `badge ${level}`, onclick: () => this.go({ view: "health" }, { remember: true }) }, level));
     }
     const copy = element("button", { type: "button", class: "plain", onclick: () => this.copyLink(copy) }, "Copy link");
     parts.push(
@@ -247,14 +269,14 @@ class App {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) || document.querySelector("dialog[open]")) return;
     if (event.key === "?") return this.help();
-    this.views.get(this.key_(this.view))?.key?.(event);
+    this.views.get(this.keyOf(this.view))?.key?.(event);
   }
 }
 
 // What belongs to one run and means nothing in another.
-const CLEARED = { query: null, from: null, to: null, train: null, token: null, search: null, other: null };
+const CLEARED = Object.fromEntries(["query", "from", "to", "train", "token", "search", "other", "open", "colour"].map((name) => [name, null]));
 
-export function trouble(message) {
+function trouble(message) {
   return element("p", { class: "trouble", role: "alert" }, message);
 }
 

@@ -2,7 +2,7 @@
 
 import { ask } from "jostle/api.js";
 import { choice, element, excerpt, svg } from "jostle/dom.js";
-import { Plot } from "jostle/draw.js";
+import { Plot, walk } from "jostle/draw.js";
 import { named, pictures } from "jostle/images.js";
 import { comparable, methodName } from "jostle/runs.js";
 
@@ -37,17 +37,20 @@ export class CompareView {
     const found = await ask("compare", { run: this.run.run, other: other.run, query: query.index });
     const train = await this.app.examples("train");
     const byIndex = new Map(train.map((example) => [example.index, example]));
-    const plot = new Plot({ title: `Scores for query ${query.index}`, about: ranks ? "a point is a training example; the most helpful has rank 1" : "a point is a training example; positive helps", x: `${this.run.name} (${methodName(this.run)})`, y: `${other.name} (${methodName(other)})`, width: 760, height: 520 });
+    const plot = new Plot({ title: `Scores for query ${query.index}`, about: ranks ? "a point is a training example; the most helpful has rank 1" : "a point is a training example; positive helps", x: `${this.run.name} (${methodName(this.run)})`, y: `${other.name} (${methodName(other)})`, width: 760, height: 520, role: "listbox" });
     const shown = [found.first, found.second].map((scores) => (ranks ? ranksOf(scores) : scores));
     plot.points(...shown, (x, y, index) => {
       const label = `#${index} ${byIndex.has(index) ? excerpt(byIndex.get(index), 90) || named(byIndex.get(index)) : ""}`;
-      return svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 4, class: "dot", "data-index": index, onclick: () => this.app.go({ open: index }) }, svg("title", {}, label));
+      const chosen = String(index) === state.open;
+      const attributes = { class: "dot", role: "option", tabindex: "-1", "aria-label": `training example ${label}`, "aria-selected": String(chosen), "data-index": index };
+      return svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: chosen ? 7 : 4, ...attributes, onclick: () => this.app.go({ open: index }) }, svg("title", {}, label));
     });
     if (!ranks) plot.level(0, { class: "axis" }).upright(0, { class: "axis" });
     const fact = (name, value, about) => [element("dt", {}, name), element("dd", {}, element("b", {}, value), element("span", { class: "quiet" }, ` ${about}`))];
     const rank = (value) => (value === null ? "–" : value.toFixed(2).replace("-", "−"));
     const opened = state.open === undefined ? undefined : byIndex.get(Number(state.open));
     const draw = opened ? await pictures(this.app.exampleRun(), "train", [opened.index]).catch(() => null) : null;
+    const focused = document.activeElement?.classList?.contains("dot");
     this.element.replaceChildren(
       bar,
       element(
@@ -61,19 +64,26 @@ export class CompareView {
           element(
             "dl",
             { class: "facts" },
-            fact("Spearman", rank(found.spearman), "of this query's scores"),
+            fact("Spearman", rank(found.spearman), `of this query's scores; over ${found.queries} queries the median is ${rank(found.median_spearman)}`),
             fact("Helpful", `${found.helpful_in_common} of ${found.top}`, "most helpful in common"),
             fact("Harmful", `${found.harmful_in_common} of ${found.top}`, "most harmful in common"),
-            fact("Spearman", rank(found.median_spearman), `median of ${found.queries} queries`),
           ),
           opened
             ? element("div", { class: "opened" }, element("h3", {}, `train ${opened.index}`), draw?.(opened.index, `training image ${opened.index}`), element("p", { class: "text" }, opened.text ?? named(opened)))
-            : element("p", { class: "quiet" }, "Click a point to see the example."),
+            : element("p", { class: "quiet" }, state.open === undefined ? "" : `Example ${state.open} is not part of this. `, "Click a point to see the example, or walk with the arrow keys and press Enter."),
         ),
       ),
     );
+    this.points = [...this.element.querySelectorAll(".dot")];
+    const first = this.points.find((point) => point.dataset.index === state.open) ?? this.points[0];
+    if (first) first.tabIndex = 0;
+    if (focused) first?.focus();
     this.shown = key;
     this.element.dataset.ready = key;
+  }
+
+  key(event) {
+    walk(event, this.points ?? [], (open) => this.app.go({ open }));
   }
 }
 

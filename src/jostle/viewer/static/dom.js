@@ -31,7 +31,7 @@ export function compact(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−");
-  return Number(value.toPrecision(4)).toLocaleString("en").replace("-", "−");
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 }).replace("-", "−");
 }
 
 export function duration(seconds) {
@@ -51,8 +51,12 @@ export function excerpt(example, width = 60) {
   return text.length > width ? text.slice(0, width - 1) + "…" : text;
 }
 
+export function wholeText(value) {
+  return typeof value === "object" && value !== null ? JSON.stringify(value) : String(value);
+}
+
 export function fieldText(value) {
-  const text = typeof value === "object" && value !== null ? JSON.stringify(value) : String(value);
+  const text = wholeText(value);
   return text.length > 80 ? text.slice(0, 79) + "…" : text;
 }
 

@@ -6,13 +6,14 @@ import { compact, element, svg } from "jostle/dom.js";
 const narrow = () => innerWidth < 760;
 
 export class Plot {
-  constructor({ title, about, x, y, height = 250, width = 370, equal = false }) {
+  constructor({ title, about, x, y, height = 250, width = 370, equal = false, role = "img" }) {
     this.size = { width: narrow() ? Math.min(width, 370) : width, height: narrow() ? Math.min(height, 300) : height, left: 58, right: 12, top: 10, bottom: 40 };
     this.marks = [];
     this.labels = { x, y };
     this.title = title;
     this.about = about;
     this.equal = equal;
+    this.role = role;
     this.bounds = { x: [Infinity, -Infinity], y: [Infinity, -Infinity] };
   }
 
@@ -131,7 +132,7 @@ export class Plot {
       "figure",
       { class: "plot" },
       element("figcaption", {}, element("b", {}, this.title), this.about ? element("span", { class: "quiet" }, ` ${this.about}`) : null),
-      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${this.title}. ${this.about ?? ""}` }, parts),
+      svg("svg", { viewBox: `0 0 ${width} ${height}`, role: this.role, "aria-label": `${this.title}. ${this.about ?? ""}` }, parts),
     );
   }
 }
@@ -143,4 +144,26 @@ function ticks([low, high], count) {
   const values = [];
   for (let number = Math.ceil(low / step); number * step <= high; number++) values.push(Number((number * step).toPrecision(12)));
   return values;
+}
+
+// Keys of points in the plane: an arrow goes to the nearest in its direction, Enter opens.
+export function walk(event, points, open) {
+  const point = points.find((one) => one === event.target);
+  const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+  if (!point || !(direction || event.key === "Enter" || event.key === " ")) return;
+  event.preventDefault();
+  if (!direction) return open(point.dataset.index);
+  let best = null;
+  let least = Infinity;
+  for (const other of points) {
+    const right = other.cx.baseVal.value - point.cx.baseVal.value;
+    const down = other.cy.baseVal.value - point.cy.baseVal.value;
+    const along = right * direction[0] + down * direction[1];
+    const across = Math.abs(right * direction[1]) + Math.abs(down * direction[0]);
+    if (along > 0.5 && along + 2 * across < least) [best, least] = [other, along + 2 * across];
+  }
+  if (!best) return;
+  point.tabIndex = -1;
+  best.tabIndex = 0;
+  best.focus();
 }

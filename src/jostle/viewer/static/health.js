@@ -1,7 +1,7 @@
 // Whether the scores can be trusted: the verdict, what to do, and what it rests on; live while sampling.
 
 import { ask } from "jostle/api.js";
-import { compact, duration, element, plural } from "jostle/dom.js";
+import { compact, duration, element, plural, svg } from "jostle/dom.js";
 import { Plot } from "jostle/draw.js";
 
 const SHOWN_CHAINS = 12;
@@ -54,9 +54,10 @@ function verdict({ diagnostics, progress: now }) {
     "section",
     { class: `card verdict ${level}`, "aria-label": "Verdict" },
     element("h2", {}, now ? `So far: ${level}` : level[0].toUpperCase() + level.slice(1)),
-    element("p", {}, level === "good" ? summary.slice(colon + 2) : summary),
+    element("p", { class: "summary" }, summary.slice(colon + 2)),
+    // The first of several reasons may be all of the summary.
     reasons.length > 1
-      ? element("ul", {}, reasons.map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
+      ? element("ul", {}, reasons.filter((reason) => !summary.includes(reason.finding)).map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
       : null,
     diagnostics.failed_chains.length
       ? element("p", {}, element("b", {}, "Failed: "), diagnostics.failed_chains.map((one) => `chain ${one.chain} at step ${one.step} (${one.reason})`).join("; "))
@@ -114,19 +115,10 @@ function plots({ curves, diagnostics, progress: now, settings: { thin } }) {
     const rank = diagnostics?.agreement?.halves?.spearman;
     figures.push(
       new Plot({ title: "Scores from halves of the draws", about: rank ? `Spearman ${rank.toFixed(2)}` : "", x: "posterior correlation, first half", y: "last half", equal: true, width: 370, height: 250 })
-        .points(...curves.halves, (x, y) => dot(x, y)).diagonal().draw(),
+        .points(...curves.halves, (x, y) => svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 2, class: "dot" })).diagonal().draw(),
     );
   }
   return figures;
-}
-
-function dot(x, y) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", "circle");
-  node.setAttribute("cx", x.toFixed(1));
-  node.setAttribute("cy", y.toFixed(1));
-  node.setAttribute("r", "2");
-  node.setAttribute("class", "dot");
-  return node;
 }
 
 function numbers({ diagnostics: found }) {

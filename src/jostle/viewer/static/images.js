@@ -1,14 +1,16 @@
-// A query, and the training examples that helped and harmed it most; methods one below the other.
+// A query, and the training examples that helped and harmed it most; methods side by side.
 
-import { ask, askNumbers, askPixels } from "jostle/api.js";
-import { choice, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
+import { ask, askNumbers, askPixels, isReport } from "jostle/api.js";
+import { choice, compact, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
 import { comparable, methodName } from "jostle/runs.js";
-import { matcher } from "jostle/tokens.js";
+import { matcher } from "jostle/search.js";
 
 const SHOWN = 12;
+const MOST_SHOWN = 192;
+const AT_ONCE = 500; // images that one question may ask for
 
 // An image drawn from its pixels, made larger without smoothing.
-export function canvas(pixels, [height, width, channels], label) {
+function canvas(pixels, [height, width, channels], label) {
   const node = element("canvas", { width, height, role: "img", "aria-label": label });
   const image = new ImageData(width, height);
   for (let pixel = 0; pixel < width * height; pixel++) {
@@ -24,7 +26,11 @@ export async function pictures(run, set, indices) {
   if (!shape || indices.length === 0) return null;
   const size = shape[0] * shape[1] * shape[2];
   const wanted = [...new Set(indices)];
-  const pixels = await askPixels({ run: run.run, set, indices: wanted.join(",") });
+  const pixels = new Uint8Array(wanted.length * size);
+  for (let first = 0; first < wanted.length; first += AT_ONCE) {
+    const some = wanted.slice(first, first + AT_ONCE);
+    pixels.set(await askPixels({ run: run.run, set, indices: some.join(",") }), first * size);
+  }
   const place = new Map(wanted.map((index, number) => [index, number]));
   return (index, label) => canvas(pixels.subarray(place.get(index) * size, (place.get(index) + 1) * size), shape, label);
 }
@@ -54,7 +60,7 @@ export class ImagesView {
     const [train, queries] = await Promise.all(["train", "query"].map((set) => this.app.examples(set, this.run)));
     const query = queries.find((example) => example.index === Number(state.query ?? queries[0].index)) ?? queries[0];
     const wanted = matcher(state.search ?? "");
-    const shownCount = Number(state.count ?? SHOWN);
+    const shownCount = Math.min(Math.max(Math.trunc(Number(state.count)) || SHOWN, 1), MOST_SHOWN);
     const key = JSON.stringify([query.index, state.search, shownCount]);
     if (this.shown === key) return;
     const tables = await Promise.all(
@@ -132,7 +138,7 @@ export class ImagesView {
       element(
         "section",
         { class: "method", "aria-label": table.method.name },
-        tables.length > 1 ? element("h2", {}, `${table.method.name} (${methodName(table.method)})`) : null,
+        element("h2", {}, `${table.method.name} (${methodName(table.method)})`),
         grid(table, "helpful"),
         grid(table, "harmful"),
       ),
@@ -140,13 +146,15 @@ export class ImagesView {
     const agreement = tables.length > 1
       ? element("p", { class: "agreement" }, `In common among the ${shownCount} most: `, element("b", {}, `${shared.helpful.size} helpful, ${shared.harmful.size} harmful`), ", marked ✓.")
       : null;
-    const more = element("button", { type: "button", class: "plain", onclick: () => this.app.go({ count: 2 * shownCount }) }, "Show more");
+    const others = tables.some(({ method }) => method.kind === "scores");
+    const left = shownCount < Math.min(MOST_SHOWN, train.length);
+    const more = left ? element("button", { type: "button", class: "plain", onclick: () => this.app.go({ count: 2 * shownCount }) }, "Show more") : "";
     const scored = element(
       "div",
       { class: "pane" },
       element("div", { class: "bar search" }, this.search),
-      element("p", { class: "quiet" }, `Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error. ${plural(train.length, "training example")}.`),
-      agreement, sections, more,
+      element("p", { class: "quiet" }, `${plural(train.length, "training example")}${isReport ? " in this report" : ""}. Under each: its label, and the posterior correlation of its loss with the query's (positive helps) ± its Monte Carlo error.${others ? " Other methods have scales of their own; positive helps." : ""}`),
+      agreement, element("div", { class: "methods" }, sections), more,
     );
     const typing = document.activeElement === this.search;
     this.element.replaceChildren(aside, scored);
@@ -163,6 +171,8 @@ export class ImagesView {
   }
 }
 
+// Correlations as such; other methods score on a scale of their own.
 function score(value, method) {
-  return method.kind === "scores" && Math.abs(value) > 1 ? value.toExponential(1).replace("-", "−") : signed(value);
+  if (method.kind !== "scores") return signed(value);
+  return (value < 0 ? "" : "+") + compact(Number(value.toPrecision(2)));
 }

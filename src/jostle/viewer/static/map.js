@@ -1,7 +1,8 @@
 // Training examples in the plane, near each other where their losses move together.
 
-import { ask, askNumbers } from "jostle/api.js";
+import { ask, askNumbers, isReport } from "jostle/api.js";
 import { choice, element, excerpt, fieldText, svg } from "jostle/dom.js";
+import { walk } from "jostle/draw.js";
 import { named, pictures } from "jostle/images.js";
 import { legend, reachOf } from "jostle/scale.js";
 
@@ -15,8 +16,8 @@ export class MapView {
     this.stage = element("div", { class: "stage" }, element("p", { class: "quiet" }, "Arranging the examples…"));
     this.side = element("section", { class: "pane map-side", "aria-label": "Chosen example", "aria-live": "polite" });
     this.bar = element("div", { class: "bar" });
-    this.key_ = element("div", { class: "keys" });
-    this.element = element("div", { class: "map-view" }, element("div", { class: "pane" }, this.bar, this.key_, this.stage), this.side);
+    this.colours = element("div", { class: "keys" });
+    this.element = element("div", { class: "map-view" }, element("div", { class: "pane" }, this.bar, this.colours, this.stage), this.side);
   }
 
   forget() {
@@ -33,7 +34,8 @@ export class MapView {
     const queries = await this.app.examples("query", this.run);
     const byIndex = (this.byIndex = new Map(examples.map((example) => [example.index, example])));
     const names = fieldNames(examples);
-    const by = state.colour ?? (names.includes("label") ? "label" : names[0] ?? "query");
+    const known = names.includes(state.colour) || state.colour === "query";
+    const by = known ? state.colour : names.includes("label") ? "label" : names[0] ?? "query";
     const options = [...names.map((name) => [name, name]), ["query", "correlation with a query"]];
     this.bar.replaceChildren(
       choice("Colour by", options, by, (colour) => this.app.go({ colour })),
@@ -41,7 +43,7 @@ export class MapView {
       choice("Layout", [["neighbours", "neighbours (t-SNE)"], ["principal", "principal axes"]], this.map.layout, (wanted) => this.app.go({ layout: wanted })),
     );
     const paint = await this.painter(by, examples, state, queries);
-    this.key_.replaceChildren(...paint.key);
+    this.colours.replaceChildren(...paint.key);
     this.draw(paint.colour, byIndex, state);
     await this.open(state.open === undefined ? null : Number(state.open));
     this.element.dataset.ready = "true";
@@ -85,17 +87,15 @@ export class MapView {
       const example = byIndex.get(index);
       const x = along(places[number][0], bounds[0], wide);
       const y = high - along(places[number][1], bounds[1], high);
-      const point = svg(
+      return svg(
         "circle",
         {
-          cx: x.toFixed(1), cy: y.toFixed(1), r: radius, fill: colour(index), class: "place", tabindex: "-1", role: "option",
+          cx: x.toFixed(1), cy: y.toFixed(1), r: radius, fill: example ? colour(index) : "var(--line)", class: "place", tabindex: "-1", role: "option",
           "aria-selected": String(String(index) === state.open), "aria-label": `training example ${index}${example ? `: ${named(example)}` : ""}`, "data-index": index,
           onclick: () => this.app.go({ open: index }),
         },
         svg("title", {}, `#${index} ${example ? excerpt(example, 120) || named(example) : ""}`),
       );
-      Object.assign(point, { x_: x, y_: y });
-      return point;
     });
     const first = this.points.find((point) => point.dataset.index === state.open) ?? this.points[0];
     if (first) first.tabIndex = 0;
@@ -104,10 +104,12 @@ export class MapView {
     const what = this.map.layout === "principal"
       ? `Principal axes of the correlation of losses.${shown}`
       : "Neighbours move together; how far groups are apart means nothing.";
+    const absent = indices.filter((index) => !byIndex.has(index)).length;
+    const pale = absent ? ` The ${absent.toLocaleString("en")} pale points are not part of this report.` : "";
     const many = this.map.indices.length < this.map.of ? ` ${this.map.indices.length} of ${this.map.of} examples.` : "";
     this.stage.replaceChildren(
-      svg("svg", { viewBox: `0 0 ${wide} ${high}`, class: "map", role: "listbox", "aria-label": "Training examples, by how their losses move together" }, this.points),
-      element("p", { class: "quiet" }, `${what}${many} Click a point, or walk with the arrow keys and press Enter.`),
+      svg("svg", { viewBox: `0 0 ${wide} ${high}`, class: "map", role: "listbox", "aria-label": "Training examples, by how their losses move together" }, onTop(this.points)),
+      element("p", { class: "quiet" }, `${what}${many}${pale} Click a point, or walk with the arrow keys and press Enter.`),
     );
     if (focused !== null) this.points.find((point) => point.dataset.index === focused)?.focus();
   }
@@ -115,7 +117,7 @@ export class MapView {
   async open(index) {
     const example = index === null ? undefined : this.byIndex.get(index);
     if (!example) {
-      this.side.replaceChildren(element("p", { class: "quiet" }, index === null ? "Choose a point to see the example." : `Example ${index} is not part of this.`));
+      this.side.replaceChildren(element("p", { class: "quiet" }, index === null ? "Choose a point to see the example." : `Example ${index} is not part of this ${isReport ? "report" : "map"}.`));
       return;
     }
     const draw = await pictures(this.run, "train", [index]).catch(() => null);
@@ -128,30 +130,15 @@ export class MapView {
     );
   }
 
-  // The nearest point in the direction of the arrow.
   key(event) {
-    const point = event.target.closest?.(".place");
-    if (!point) return;
-    if (event.key === "Enter" || event.key === " ") {
-      event.preventDefault();
-      this.app.go({ open: point.dataset.index });
-      return;
-    }
-    const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-    if (!direction) return;
-    event.preventDefault();
-    let best = null;
-    let least = Infinity;
-    for (const other of this.points) {
-      const along = (other.x_ - point.x_) * direction[0] + (other.y_ - point.y_) * direction[1];
-      const across = Math.abs((other.x_ - point.x_) * direction[1]) + Math.abs((other.y_ - point.y_) * direction[0]);
-      if (along > 0.5 && along + 2 * across < least) [best, least] = [other, along + 2 * across];
-    }
-    if (!best) return;
-    point.tabIndex = -1;
-    best.tabIndex = 0;
-    best.focus();
+    walk(event, this.points ?? [], (open) => this.app.go({ open }));
   }
+}
+
+// What is drawn last lies above the rest.
+function onTop(points) {
+  const chosen = (point) => point.getAttribute("aria-selected") === "true";
+  return [...points].sort((a, b) => chosen(a) - chosen(b));
 }
 
 // Fields that most examples have, and that do not tell every one of them apart.

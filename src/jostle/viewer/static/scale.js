@@ -30,7 +30,7 @@ export function clear(node) {
 }
 
 export function legend(reach, about) {
-  const end = (side) => element("span", { class: "number" }, signed(side * reach));
+  const end = (side) => element("span", { class: "number" }, `${side < 0 ? "≤" : "≥"} ${signed(side * reach)}`);
   return element(
     "div",
     { class: "legend" },

@@ -2,86 +2,12 @@
 
 import { ask, askNumbers, isReport } from "jostle/api.js";
 import { choice, element, excerpt, fieldText, plural, signed } from "jostle/dom.js";
-import { clear, legend, paint, Ranks, reachOf } from "jostle/scale.js";
+import { legend, Ranks, reachOf } from "jostle/scale.js";
+import { matcher } from "jostle/search.js";
+import { Texts } from "jostle/texts.js";
 
-const SHOWN_TOKENS = 1500; // about two screens; more when the end comes near
-const KEPT_TOKENS = 30000; // as elements, to be coloured again
+const SHOWN_TOKENS = 800; // more than a screen holds; more when the end comes near
 const KEPT_ANSWERS = 64;
-
-// The texts of one set, as elements that are made once and coloured again and again.
-class Texts {
-  constructor(set, examples) {
-    this.set = set;
-    this.examples = examples;
-    this.offsets = [0];
-    for (const example of examples) this.offsets.push(this.offsets.at(-1) + example.positions.length);
-    this.place = new Map(examples.map((example, place) => [example.index, place]));
-    this.made = new Map();
-  }
-
-  get total() {
-    return this.offsets.at(-1);
-  }
-
-  lengthOf(place) {
-    return this.examples[place].tokens.length;
-  }
-
-  // One element for each token; those that have a loss can be chosen.
-  tokensOf(place) {
-    if (this.made.has(place)) return this.made.get(place);
-    const example = this.examples[place];
-    const column = new Map(example.positions.map((position, number) => [position, this.offsets[place] + number]));
-    const tokens = example.tokens.map((token, position) => {
-      const scored = column.has(position);
-      const node = element(
-        "span",
-        {
-          class: "token",
-          role: "option",
-          "aria-selected": "false",
-          "aria-disabled": scored ? null : "true",
-          tabindex: scored ? "-1" : null,
-        },
-        bare(token),
-      );
-      node.place = place;
-      node.position = position;
-      node.column = column.get(position);
-      node.set_ = this.set;
-      return node;
-    });
-    const about = this.set === "train" ? `Training text ${example.index}` : `Query ${example.index}`;
-    // Spaces stand between the tokens and not in them, so that a line never breaks inside a coloured box.
-    const parts = tokens.flatMap((node, position) => [spaceBefore(example.tokens[position]), node]);
-    const box = element("div", { class: "text", role: "listbox", "aria-label": `${about}, tokens`, "aria-multiselectable": "true" }, parts);
-    const scored = tokens.filter((token) => token.column !== undefined);
-    if (scored.length) scored[0].tabIndex = 0;
-    const made = { box, tokens, scored };
-    this.made.set(place, made);
-    return made;
-  }
-
-  // Those that are shown, and no others: the rest is coloured when it is shown again.
-  colour(places, values, reach) {
-    for (const place of places) {
-      for (const token of this.tokensOf(place).scored) paint(token, values[token.column], reach);
-    }
-  }
-
-  fade() {
-    for (const { scored } of this.made.values()) for (const token of scored) clear(token);
-  }
-
-  // Let go of what has not been shown for long, where there is too much.
-  trim(shown) {
-    let kept = 0;
-    for (const [place, { tokens }] of [...this.made].reverse()) {
-      kept += tokens.length;
-      if (kept > KEPT_TOKENS && !shown.has(place)) this.made.delete(place);
-    }
-  }
-}
 
 export class TokensView {
   constructor(app, run) {
@@ -105,12 +31,16 @@ export class TokensView {
 
   forget() {
     this.answers.clear();
-    this.texts = undefined;
+    this.isStale = true;
   }
 
   async load() {
-    if (this.texts) return;
+    if (this.texts && !this.isStale) return;
     const [train, query] = await Promise.all(["train", "query"].map((set) => this.app.examples(set, this.run)));
+    this.isStale = false;
+    // While a run samples its texts stay, and so do their elements: one of them may have the focus.
+    const known = this.texts && [this.texts.train.examples, this.texts.query.examples];
+    if (JSON.stringify(known) === JSON.stringify([train, query])) return;
     this.texts = { train: new Texts("train", train), query: new Texts("query", query) };
   }
 
@@ -152,7 +82,7 @@ export class TokensView {
       const asked = askNumbers("influence", parameters);
       if (this.answers.size >= KEPT_ANSWERS) this.answers.delete(this.answers.keys().next().value);
       this.answers.set(key, asked);
-      Promise.resolve(asked).catch(() => this.answers.delete(key));
+      asked.catch(() => this.answers.delete(key));
     }
     const numbers = await this.answers.get(key);
     if (JSON.stringify(this.selected) !== key) return; // something else was chosen meanwhile
@@ -162,6 +92,9 @@ export class TokensView {
     this.reach = reachOf(this.byToken);
     this.ranks = null;
     this.texts[selection.set].fade();
+    // An element that is moved to another place loses the focus, and gets it back.
+    const focused = document.activeElement;
+    if (this.element.contains(focused)) this.refocus ??= () => focused;
     if (selection.set === "query") this.renderTraining(state);
     else this.renderReversed(state);
     this.element.dataset.selection = key;
@@ -169,7 +102,7 @@ export class TokensView {
     if (this.refocus) {
       const node = this.refocus();
       this.refocus = null;
-      if (document.activeElement !== node) node?.focus({ preventScroll: true });
+      if (document.activeElement !== node && node?.isConnected) node.focus({ preventScroll: true });
     }
   }
 
@@ -241,7 +174,7 @@ export class TokensView {
   // Places of the training texts that are asked for, best first.
   ranked(texts, state) {
     const harmful = state.order === "harmful";
-    const scores = state.by === "token" ? strongest(texts, this.byToken, harmful) : this.byExample;
+    const scores = state.by === "token" ? texts.strongest(this.byToken, harmful) : this.byExample;
     const wanted = matcher(state.search ?? "");
     const places = [];
     for (let place = 0; place < texts.examples.length; place++) {
@@ -284,6 +217,7 @@ export class TokensView {
     if (this.head?.isConnected) this.head.replaceWith(head);
     else this.trainPane.replaceChildren(head, this.searchBar, this.list);
     this.head = head;
+    this.trainPane.classList.remove("resting");
     this.fillList(this.list, texts, places, scores);
   }
 
@@ -328,7 +262,7 @@ export class TokensView {
         { class: "card-head" },
         element("span", { class: "rank" }, `${rank + 1}`),
         element("b", {}, `${name} ${example.index}`),
-        score_(score, place),
+        scoreOf(score, place),
         fields(example),
       ),
       box,
@@ -353,7 +287,7 @@ export class TokensView {
   errors(level, columns) {
     const { set, sample, from, to } = this.selected;
     const parameters = { run: this.run.run, set, sample, level, columns: columns.join(",") };
-    return Promise.resolve(ask("errors", { ...parameters, ...(from === undefined ? {} : { from, to }) }));
+    return ask("errors", { ...parameters, ...(from === undefined ? {} : { from, to }) });
   }
 
   renderReversed(state) {
@@ -381,7 +315,7 @@ export class TokensView {
         element("li", { class: "card", "data-index": index }, element("div", { class: "card-head" }, element("b", {}, `train ${index}`), fields(train.examples[place])), box),
       );
     }
-    for (const node of this.list.querySelectorAll(".score")) node.replaceChildren();
+    this.trainPane.classList.add("resting");
     this.mark();
   }
 
@@ -389,7 +323,7 @@ export class TokensView {
   press(event) {
     const token = event.target.closest?.(".token");
     if (!token || token.column === undefined || event.button !== 0) return;
-    if (token.set_ === "query") {
+    if (token.set === "query") {
       event.preventDefault();
       token.focus({ preventScroll: true });
       const anchor = event.shiftKey && this.selected.set === "query" && this.selected.from !== undefined ? this.selected.from : token.position;
@@ -421,7 +355,7 @@ export class TokensView {
   over(event) {
     const token = event.target.closest?.(".token");
     if (!token || token.column === undefined) return this.hideTip();
-    if (this.dragging && token.set_ === "query" && token.place === this.dragging.place) {
+    if (this.dragging && token.set === "query" && token.place === this.dragging.place) {
       this.choose(token.place, this.dragging.anchor, token.position);
     }
     this.tell(token);
@@ -441,7 +375,7 @@ export class TokensView {
   async tell(token) {
     if (this.told === token || !this.byToken) return;
     const coloured = this.selected.set === "query" ? "train" : "query";
-    if (token.set_ !== coloured) return this.hideTip();
+    if (token.set !== coloured) return this.hideTip();
     this.told = token;
     const selected = JSON.stringify(this.selected);
     const changed = () => this.told !== token || JSON.stringify(this.selected) !== selected;
@@ -470,7 +404,7 @@ export class TokensView {
 
   key(event) {
     const token = event.target.closest?.(".token");
-    const inTraining = token && token.set_ === "train";
+    const inTraining = token && token.set === "train";
     if (token && event.key === "Enter" && inTraining) {
       event.preventDefault();
       return this.reverse(token);
@@ -495,7 +429,7 @@ export class TokensView {
   }
 
   walk(token, key) {
-    const { scored } = this.texts[token.set_].tokensOf(token.place);
+    const { scored } = this.texts[token.set].tokensOf(token.place);
     const next = scored[target(key, scored.indexOf(token), scored.length)];
     for (const one of scored) one.tabIndex = one === next ? 0 : -1;
     next.focus();
@@ -509,23 +443,15 @@ export class TokensView {
     const { from, to } = this.selected;
     if (from === undefined) {
       const first = positions[key === "ArrowLeft" || key === "End" ? positions.length - 1 : 0];
-      this.anchor = this.head_ = first;
+      this.anchor = this.moving = first;
       return this.choose(place, first, first);
     }
-    const known = this.anchor !== undefined && Math.min(this.anchor, this.head_) === from && Math.max(this.anchor, this.head_) === to;
-    if (!known) [this.anchor, this.head_] = [from, to];
-    this.head_ = positions[target(key, positions.indexOf(this.head_), positions.length)];
-    if (!extend) this.anchor = this.head_;
-    this.choose(place, this.anchor, this.head_);
+    const known = this.anchor !== undefined && Math.min(this.anchor, this.moving) === from && Math.max(this.anchor, this.moving) === to;
+    if (!known) [this.anchor, this.moving] = [from, to];
+    this.moving = positions[target(key, positions.indexOf(this.moving), positions.length)];
+    if (!extend) this.anchor = this.moving;
+    this.choose(place, this.anchor, this.moving);
   }
-}
-
-function spaceBefore(token) {
-  return token.trim() === "" ? "" : token.slice(0, token.length - token.trimStart().length);
-}
-
-function bare(token) {
-  return (token.trim() === "" ? token : token.trimStart()).replace(/\r?\n/g, "↵\n");
 }
 
 function target(key, at, count) {
@@ -534,14 +460,14 @@ function target(key, at, count) {
   return Math.max(0, Math.min(count - 1, at + (key === "ArrowLeft" ? -1 : 1)));
 }
 
-export function orderTabs(state, choose) {
+function orderTabs(state, choose) {
   const harmful = state.order === "harmful";
   const tab = (name, pressed, order) =>
     element("button", { type: "button", class: `tab ${name.toLowerCase()}`, "aria-pressed": String(pressed), onclick: () => choose(order) }, name);
   return element("span", { class: "tabs", role: "group", "aria-label": "Order" }, tab("Helpful", !harmful, null), tab("Harmful", harmful, "harmful"));
 }
 
-function score_(score, place) {
+function scoreOf(score, place) {
   return element(
     "span",
     { class: `score ${score > 0 ? "helps-text" : "harms-text"}` },
@@ -559,30 +485,4 @@ function fields(example) {
     { class: "fields" },
     shown.slice(0, 6).map(([name, value]) => element("span", { class: "field" }, `${name}: ${fieldText(value)}`)),
   );
-}
-
-function strongest(texts, byToken, harmful) {
-  return texts.examples.map((_, place) => {
-    let best = harmful ? Infinity : -Infinity;
-    for (let column = texts.offsets[place]; column < texts.offsets[place + 1]; column++) {
-      best = harmful ? Math.min(best, byToken[column]) : Math.max(best, byToken[column]);
-    }
-    return best;
-  });
-}
-
-// "#12" is an index, "name:value" a field that contains it, anything else stands in the text.
-export function matcher(search) {
-  const wanted = search.trim().toLowerCase();
-  if (!wanted) return () => true;
-  if (/^#\d+$/.test(wanted)) return (example) => example.index === Number(wanted.slice(1));
-  const colon = wanted.indexOf(":");
-  return (example) => {
-    if (colon > 0) {
-      for (const [name, value] of Object.entries(example.fields)) {
-        if (name.toLowerCase() === wanted.slice(0, colon) && fieldText(value).toLowerCase().includes(wanted.slice(colon + 1).trim())) return true;
-      }
-    }
-    return (example.text ?? "").toLowerCase().includes(wanted);
-  };
 }

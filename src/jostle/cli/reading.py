@@ -1,0 +1,167 @@
+"""Commands that read a finished run in the terminal, or write its scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jostle.cli.shell import Normalize, Out, Query, Reduction, app, examples, say
+from jostle.errors import InputError
+
+if TYPE_CHECKING:
+    from jostle.run import Run
+
+
+def _warn(run: Run) -> None:
+    """Say of scores that cannot be relied on that they cannot."""
+    if run.config["keep"] == "traces":
+        verdict = run.diagnostics()["verdict"]
+        if verdict["level"] == "unreliable":
+            say(f"warning: {verdict['summary']}")
+
+
+@app.command(
+    epilog=examples(
+        ("jostle top runs/a --query 3", "the ten most helpful and most harmful"),
+        ("jostle top runs/a -q 3 -k 5 --json", "for a script"),
+    )
+)
+def top(
+    out: Out,
+    query: Query = 0,
+    k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many of each.")] = 10,
+    normalize: Normalize = True,
+    reduction: Reduction = "mean",
+    standard_error: Annotated[bool, typer.Option("--error/--no-error", help="Show Monte Carlo errors.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; scores keep their sign: negative helps.")
+    ] = False,
+) -> None:
+    """List the training examples that helped and harmed a query most."""
+    import json
+
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import print_ranking
+
+    opened = load(out)
+    scores = opened.influence(
+        normalize=normalize,
+        reduction=reduction,
+        standard_error=standard_error,
+    )
+    ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
+    _warn(opened)
+    if not as_json:
+        print_ranking(Console(highlight=False), ranking, train, queries)
+        return
+    plain = ranking.to_dict()
+    for entry in (*plain["helpful"], *plain["harmful"]):
+        if train:
+            entry["text"] = train[entry["index"]].get("text")
+    typer.echo(json.dumps(plain, ensure_ascii=False))
+
+
+@app.command(
+    epilog=examples(
+        ("jostle show runs/a --query 3", "its completion against the three most helpful texts"),
+        ("jostle show runs/a -q 3 --train 12 --token 7", "one query token against one text"),
+    )
+)
+def show(
+    out: Out,
+    query: Query = 0,
+    train: Annotated[list[int] | None, typer.Option(metavar="J", min=0, help="Which training texts.")] = None,
+    token: Annotated[
+        int | None, typer.Option(metavar="S", min=0, help="One token of the query, by position. Default: all of it.")
+    ] = None,
+    k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many training texts, where none is named.")] = 3,
+) -> None:
+    """Print a query and training texts, tokens coloured by posterior correlation."""
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import legend, print_strongest, print_tokens
+
+    opened = load(out)
+    texts, queries = opened.examples("train"), opened.examples("query")
+    if not texts or not queries or "tokens" not in queries[0]:
+        raise InputError("show", got="a run without texts", expected="a run of a language model", fix="use jostle top")
+    columns = {name: opened.traces.columns(name) for name in ("train", "query")}
+    if query >= len(queries):
+        raise InputError("query", got=query, expected=f"an index below {len(queries)}")
+    scored = columns["query"].positions_of(query)
+    if token is not None and token not in scored:
+        raise InputError("token", got=token, expected=f"a scored position of the query ({scored[0]} to {scored[-1]})")
+    chosen = train or [entry.index for entry in opened.influence(normalize=True).top(query, k).helpful]
+    console = Console(highlight=False)
+    marked = [token] if token is not None else scored
+    print_tokens(console, f"query {query}", queries[query], marked=marked)
+    for index in chosen:
+        scores = opened.token_influence(index, query, whole_query=token is None, normalize=True)
+        column = 0 if token is None else scored.index(token)
+        values = scores.posterior_correlation[:, column].tolist()
+        correlations = dict(zip(columns["train"].positions_of(index), values, strict=True))
+        console.print()
+        print_tokens(console, f"train {index}", texts[index], correlations)
+        print_strongest(console, texts[index], correlations, 8)
+    console.print()
+    console.print(legend())
+
+
+@app.command(
+    epilog=examples(
+        ("jostle export runs/a scores.npy", "the matrix, train × query"),
+        ("jostle export runs/a scores.parquet --covariance", "a row a pair"),
+    )
+)
+def export(
+    out: Out,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Ending in .npy, .safetensors, .csv or .parquet.")],
+    normalize: Normalize = False,
+    reduction: Reduction = "mean",
+) -> None:
+    """Write the scores, train × query, with the sign that negative helps."""
+    from jostle.run import load
+
+    load(out).influence(normalize=normalize, reduction=reduction).export(file)
+    typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
+
+
+@app.command(
+    epilog=examples(
+        ("jostle diagnose runs/a", "a verdict, what to do, and what it rests on"),
+        ("jostle diagnose runs/a --plot runs/a.png", "with a picture"),
+        ("jostle diagnose runs/a --json", "for a script: .verdict.level is good, doubtful or unreliable"),
+    )
+)
+def diagnose(
+    out: Out,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as well; a name ending in .png, .svg or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether the scores of a run can be trusted, and what to do if not.
+
+    Chains that failed or ran away, effective draws, R-hat, drift, whether halves
+    of the draws rank alike, and how far the chains went from the checkpoint.
+    """
+    import json
+
+    from rich.console import Console
+
+    from jostle.run import load
+    from jostle.terminal import print_diagnostics, print_verdict
+
+    found = load(out).diagnostics(plot=plot)
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    print_verdict(console, found["verdict"])
+    console.print()
+    print_diagnostics(console, found)

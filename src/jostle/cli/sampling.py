@@ -1,0 +1,255 @@
+"""Commands that sample, and `jostle check`, which says whether what they wrote is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from jostle.cli.shell import ExitCode, Out, app, examples, finish, only_given, say
+from jostle.errors import InputError
+
+_Shards = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Spread each model over N ranks of torchrun (FSDP2).")
+]
+RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
+KAPPA = "With --auto: curvature of the losses over localization; 0 is the control without a gradient."
+_NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
+
+
+@app.command(
+    epilog=examples(
+        ("jostle run runs/a --model ./model --train train.jsonl --query query.jsonl", "attention moves"),
+        ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
+        ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
+        ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
+        ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
+        ("jostle run runs/e ... --until ess=400 --draws 2000 --minutes 30", "as long as it takes, or half an hour"),
+        ("jostle run runs/f --task my_file.py:build --auto", "hyperparameters from measurements"),
+        ("torchrun --nproc-per-node 8 -m jostle run runs/g ...", "chains on 8 GPUs"),
+        ("jostle run runs/h ... --traces s3://bucket/runs/h", "traces in an object store, the rest in runs/h"),
+    )
+)
+def run(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the run goes.", show_default=False)],
+    model: Annotated[str | None, typer.Option(metavar="DIR|ID", help="A causal LM: a directory or a hub id.")] = None,
+    train: Annotated[str | None, typer.Option(metavar="FILE", help="Training texts to score.")] = None,
+    query: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Texts or prompt-completion pairs; of several files, too.")
+    ] = None,
+    sampling: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What minibatches are drawn from. Default: the training texts.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="A task of your own, instead.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="YAML", help="The config.yaml of a run, to repeat it.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Hyperparameters of the paper's experiments.")
+    ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose what is not given from measurements (see jostle calibrate).")
+    ] = False,
+    rise: Annotated[float | None, typer.Option(metavar="NATS", help=RISE)] = None,
+    kappa: Annotated[float | None, typer.Option(metavar="κ", help=KAPPA)] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
+    ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="sgld, rmsprop, rmsprop-devinterp, leimkuhler-matthews, ornstein-uhlenbeck, baoab, sgnht or gaussian "
+            "(no gradient: the control).",
+        ),
+    ] = None,
+    step_size: Annotated[float | None, typer.Option(metavar="ε", help="The size of a step.")] = None,
+    friction: Annotated[float | None, typer.Option(metavar="Γ", help="Of baoab and sgnht; 1 is critical.")] = None,
+    n_beta: Annotated[float | None, typer.Option(metavar="nβ", help="Effective number of samples.")] = None,
+    localization: Annotated[float | None, typer.Option(metavar="γ", help="Pull towards the checkpoint.")] = None,
+    chains: Annotated[int | None, typer.Option(metavar="C", help="Number of chains.")] = None,
+    draws: Annotated[
+        int | None, typer.Option(metavar="T", help="Draws from each chain; with --until or --minutes, at most.")
+    ] = None,
+    until: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ess=N|error=E",
+            help="Stop at so many effective draws, or so small a standard error of each query's top scores.",
+        ),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="MIN", help="Stop when they are over.")] = None,
+    burn_in: Annotated[int | None, typer.Option(metavar="B", help="Steps before the first draw.")] = None,
+    thin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|auto", help="Steps between draws. Default: auto, for the most effective draws a second."
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="M", help="Examples in a minibatch.")] = None,
+    control_variates: Annotated[
+        bool | None,
+        typer.Option(
+            "--control-variates/--no-control-variates", help="Less minibatch noise, for two gradients a step."
+        ),
+    ] = None,
+    antithetic: Annotated[
+        bool | None, typer.Option("--antithetic/--no-antithetic", help="Chains in pairs with opposite noise.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
+    precision: Annotated[
+        Literal["model", "bfloat16"] | None,
+        typer.Option(help="Of matrix products: the model's own, or bfloat16, which GPUs are fast in."),
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile. Default: on a GPU, for long runs.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
+    shards: _Shards = None,
+    traces: Annotated[
+        str | None, typer.Option(metavar="URL", help="A store for the traces, instead of OUT: s3://bucket/prefix.")
+    ] = None,
+    keep_weights: Annotated[
+        bool, typer.Option("--keep-weights", help="Keep the weights of every draw: quicker to add queries to.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
+    ] = False,
+) -> None:
+    r"""Sample around a checkpoint and record every token's loss.
+
+    Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
+    with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
+    The same command, given again, goes on where it was interrupted; with larger [bold]--draws[/] or
+    [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
+    """
+    given = only_given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
+    from jostle import ranks, requests
+
+    ranks.join()
+    if not auto and (rise is not None or kappa is not None):
+        raise InputError("rise" if rise is not None else "kappa", got="no --auto", expected="--auto, which it is for")
+    if auto and (shards or 1) > 1:
+        raise InputError("shards", got="--auto", expected="the config of jostle calibrate", fix="--config FILE")
+    # A run that was begun goes on with what was chosen then.
+    begun = auto and (out / "manifest.json").is_file()
+    request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
+    loaded = None
+
+    def calibrated() -> dict[str, Any]:
+        nonlocal loaded
+        chosen, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=say)
+        return chosen
+
+    if auto and not begun:
+        with ranks.Ranks() as group:
+            request = group.share(calibrated)
+    _carry_out(request, out, task=loaded, dry_run=dry_run)
+
+
+@app.command(
+    epilog=examples(
+        ("jostle resume runs/a", "after Ctrl-C, a crash, a full disk, or a preempted job (exit code 75)"),
+        ("jostle resume runs/a --device cpu", "elsewhere; the model must come to the same numbers there"),
+    )
+)
+def resume(
+    out: Out,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the run began.")] = None,
+    shards: _Shards = None,
+) -> None:
+    """Go on with a run that was interrupted, to the same numbers as if it had not been.
+
+    Model, data and settings are those of its [bold]config.yaml[/]. A finished run is only read.
+    """
+    from jostle import ranks, requests
+
+    ranks.join()
+    _carry_out(requests.of_run(out, only_given({"device": device, "shards": shards})), out)
+
+
+@app.command(
+    epilog=examples(
+        ("jostle extend runs/a --draws 400", "400 draws of each chain in all; those that are there stay"),
+        ("jostle extend runs/a --chains 8", "8 chains in all"),
+        ("jostle extend runs/a --query more.jsonl", "more queries, at the draws that are there"),
+    )
+)
+def extend(
+    out: Out,
+    draws: Annotated[int | None, typer.Option(metavar="T", min=1, help="Draws of each chain, in all.")] = None,
+    chains: Annotated[int | None, typer.Option(metavar="C", min=1, help="Chains, in all.")] = None,
+    query: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Queries, after those that are there.")
+    ] = None,
+    shards: _Shards = None,
+) -> None:
+    """Add draws, chains or queries to a run, to the same numbers as if it had had them from the start.
+
+    New queries are observed at the weights that [bold]jostle run --keep-weights[/] kept or, without them,
+    while the chains walk again from the checkpoint; nothing that is recorded is observed again.
+    If it is interrupted, [bold]jostle resume[/] goes on.
+    """
+    from jostle import ranks, requests
+
+    ranks.join()
+    if draws is None and chains is None and not query:
+        raise InputError("extend", got="neither --draws nor --chains nor --query", expected="one of them")
+    changes = only_given({"draws": draws, "chains": chains, "query": query or None, "shards": shards})
+    _carry_out(requests.of_run(out, changes), out)
+
+
+@app.command(
+    epilog=examples(
+        ("jostle check runs/a", "one line for each finding; exit code 0 where all is well"),
+        ("jostle check runs/a && jostle top runs/a", "for a script: 4 damaged, 75 unfinished, 3 a chain failed"),
+    )
+)
+def check(out: Out) -> None:
+    """Read every byte of a run, and say what is damaged, missing or unfinished.
+
+    Fingerprints, checksums, shapes, finite values and status. Model and data are
+    not looked at: [bold]jostle resume[/] compares those.
+    """
+    from jostle.integrity import examine
+
+    findings = examine(out)
+    for finding in findings:
+        typer.echo(" ".join(str(finding).splitlines()))
+    kinds = {finding.kind for finding in findings}
+    if not kinds:
+        typer.echo(f"{out}: whole")
+    codes = {
+        "damaged": ExitCode.DAMAGED,
+        "unfinished": ExitCode.INTERRUPTED,
+        "failed chain": ExitCode.CHAIN_FAILED,
+    }
+    for kind, code in codes.items():
+        if kind in kinds:
+            raise typer.Exit(code)
+
+
+def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run: bool = False) -> None:
+    """Sample, and end with a verdict."""
+    from jostle import ranks, requests
+
+    def say_once(message: str) -> None:
+        if ranks.leads():
+            say(message)
+
+    def show_plan(lines: list[str]) -> None:
+        if ranks.leads():
+            typer.echo("\n".join(lines))
+        raise typer.Exit
+
+    finished = requests.carry_out(request, out, say=say_once, task=task, dry_run=show_plan if dry_run else None)
+    if not ranks.leads():
+        return
+    from rich.console import Console
+
+    from jostle.terminal import print_summary
+
+    print_summary(Console(highlight=False), finished.diagnostics(), str(out))
+    if finished.stopped:
+        say(finished.stopped)
+    finish(finished)

@@ -1,0 +1,97 @@
+"""More queries at draws that are recorded: at the weights that were kept, or where the chains come by once more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.chains import Dynamics, Group
+from jostle.errors import InputError
+from jostle.observing import Observer
+from jostle.traces import Traces
+
+DEVIATION = 0.01
+"""How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
+
+
+class Replay:
+    """The chains of a run again, at the draws that are recorded, where only what was added is looked at.
+
+    Kept weights are read; without them every chain walks again from w*, with the minibatches and the noise that it
+    had, and so arrives at the same draws. That it does is checked on the training losses, at its second draw (the first
+    may be w*) and its last.
+
+    Args:
+        dynamics: how the chains move.
+        traces: what is recorded.
+        draws: of each chain.
+        added: observes the queries that were added.
+        train: observes the training examples.
+    """
+
+    def __init__(self, dynamics: Dynamics, traces: Traces, *, draws: int, added: Observer, train: Observer) -> None:
+        self._dynamics, self._traces, self._added, self._train = dynamics, traces, added, train
+        self.model = dynamics.model
+        self._kept = traces.trace("weights") if traces.keeps_weights else None
+        config = dataclasses.replace(dynamics.config, draws=draws, until=None, minutes=None)
+        # Kept weights are one step apart.
+        self.config = config if self._kept is None else dataclasses.replace(config, burn_in=0, thin=1)
+
+    def start(self, chains: list[int]) -> Group:
+        """Put chains at w*, or at the first weights that were kept."""
+        group = self._dynamics.start(chains)
+        self._read(group)
+        return group
+
+    def advance(self, group: Group) -> None:
+        """Move a group by one step, or to the next weights that were kept."""
+        if self._kept is None:
+            self._dynamics.advance(group)
+        else:
+            group.step += 1
+            self._read(group)
+
+    def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return the losses of the queries that were added."""
+        draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
+        if self._kept is None and draw in (min(1, last), last):
+            _require_same(self._dynamics, self._traces, self._train, group, draw)
+        return {"query": self._added(self.model, group.weights)}
+
+    def _read(self, group: Group) -> None:
+        if self._kept is not None:
+            for row, chain in enumerate(group.chains):
+                group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
+
+
+def try_replay(dynamics: Dynamics, traces: Traces, train: Observer, *, chains: list[int], draws: int) -> None:
+    """Refuse, before anything is changed, a run whose chains would not come by where they were.
+
+    They walk to their second draw; kept weights need no such trial.
+    """
+    if traces.keeps_weights:
+        return
+    group, config, draw = dynamics.start(chains), dynamics.config, min(1, draws - 1)
+    while group.step < config.burn_in + draw * config.thin:
+        dynamics.advance(group)
+    _require_same(dynamics, traces, train, group, draw)
+
+
+def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Group, draw: int) -> None:
+    """Refuse chains that are elsewhere than they were: what is seen there has nothing to do with what is recorded."""
+    losses, center = traces.losses("train"), traces.center_losses("train")
+    for chain, now in zip(group.chains, train(dynamics.model, group.weights).cpu().numpy(), strict=True):
+        then = losses[chain, draw]
+        off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
+        if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):
+            raise InputError(
+                "query",
+                got=f"training losses that are {off:.2g} from those recorded at draw {draw} of chain {chain}, "
+                f"which are {moved:.2g} from those at w*",
+                expected="chains that come by where they were",
+                fix="add queries on the hardware and with the versions of the run, or sample with keep_weights",
+            )
