@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +203,10 @@ def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     return float(sum(right)) / len(data[1])
 
 
-def one_seed(
+def settings_of(
     arguments: argparse.Namespace, seed: int, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]
-) -> None:
+) -> Iterator[Setting]:
+    """The model of a seed and its banks, for each attribution set; what the work directory lacks is made first."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images = Images(arguments.data, seed, arguments.queries, device, arguments.images)
     work = arguments.work / f"seed-{seed}"
@@ -233,16 +234,15 @@ def one_seed(
                 retrainer, images.query, loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget,
                 record=record, batch_size=2_000, key=f"alpha_attribution {share:g}, alpha_retrain {key}",
             )  # fmt: skip
-        setting = Setting(
+        yield Setting(
             f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks, bif,
             sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
         )  # fmt: skip
-        run(setting, work / "scores", record, budget)
 
 
-def main() -> None:
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of("cifar10_retraining", "LDS on CIFAR-10 with ResNet-9, as in the paper.", methods=METHODS)
     add_retraining(
         parser, queries=10_000, retrain=[0.1, 0.3, 0.5, 0.7], retrain_seeds=1, ekfac_repeats=2, scoring_batch=512
@@ -256,12 +256,17 @@ def main() -> None:
     parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
     parser.add_argument("--smoothing", action="store_true", help="label smoothing in the BIF's potential too")
     parser.add_argument("--images", type=int, help="use only so many training images (to try the script)")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = read_arguments()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
     def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
-            one_seed(arguments, seed, record, budget, bif)
+            for setting in settings_of(arguments, seed, record, budget, bif):
+                run(setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
     for share in arguments.attribution:

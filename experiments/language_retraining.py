@@ -18,7 +18,7 @@ import copy
 import itertools
 import json
 import lzma
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,10 @@ def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def one_recipe(
+def setting_of(
     arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]
-) -> None:
+) -> Setting:
+    """The model of a recipe and its banks; what the work directory lacks is made first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,15 +183,14 @@ def one_recipe(
         for name, options in bif.items()
         for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
     }
-    setting = Setting(
+    return Setting(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
     )  # fmt: skip
-    run(setting, work / "scores", record, budget)
 
 
-def main() -> None:
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     description = "LDS of a language model that is fine-tuned on Wikipedia text."
     parser = parser_of("language_retraining", description, methods=METHODS)
     add_retraining(parser, queries=256, retrain=[0.5], retrain_seeds=2, ekfac_repeats=3, scoring_batch=32)
@@ -201,12 +201,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--bif-seeds", type=int, default=3, help="repeat each run of the BIF with other seeds")
     parser.add_argument("--sweep", action="store_true", help="a grid of n_beta and localization as well")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = read_arguments()
 
     def every_recipe(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for recipe in arguments.recipe:
             print(recipe, flush=True)
-            one_recipe(arguments, recipe, record, budget, {**bif, **(sweep() if arguments.sweep else {})})
+            given = {**bif, **(sweep() if arguments.sweep else {})}
+            setting = setting_of(arguments, recipe, record, budget, given)
+            run(setting, arguments.work / recipe / "scores", record, budget)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
     for recipe, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():

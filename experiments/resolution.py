@@ -15,11 +15,13 @@ The record grows with each setting, and a later call goes on with those it lacks
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import inspect
 import json
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.environment import write_record
-from scipy.stats import rankdata
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -38,14 +39,19 @@ from jostle.attributors import gradient_similarity
 from jostle.calibration import calibrate
 from jostle.data import Data
 from jostle.demo import bilingual
-from jostle.functional import FunctionalModel, SideBySide, sample_means
+from jostle.evaluate import Bank, Measure, Subsets, lds, repeatability
+from jostle.functional import FunctionalModel, SideBySide
 from jostle.losses import Loss
+from jostle.scores import Scores
 from jostle.weights import MovingWeights
 
 RECORD = Path(__file__).parent / "records" / "resolution.json"
 RISES = (0.01, 0.03, 0.1, 0.3, 1.0)
 KAPPAS = (0.0, 1.0, 3.0, 10.0)
 SUBSETS, SHARE = 48, 0.5
+TOGETHER = 12
+"""So many models are retrained side by side."""
+
 CHAINS = 4
 
 
@@ -114,9 +120,9 @@ class Transformer(nn.Module):
         return self.norm(hidden) @ self.tokens.weight.T
 
 
-def digits(make: Callable[[], nn.Module], **settings: Any) -> Problem:
+def digits(make: Callable[[], nn.Module], first: int = 0, **settings: Any) -> Problem:
     pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
+    order = np.random.default_rng(0).permutation(len(labels))[first:]
     X, y = torch.tensor(pixels[order], dtype=torch.float32) / 16, torch.tensor(labels[order])
     return Problem(
         make=make, train=(X[:400], y[:400]), query=(X[400:500], y[400:500]), loss=jostle.losses.classification(),
@@ -148,7 +154,9 @@ READ_BEFORE = "argparse asyncio collections decimal email heapq json logging tar
 READ_AFTER = "statistics threading typing zipfile"
 
 
-def characters() -> Problem:
+def characters(
+    train: int = 240, queries: int = 60, longest: int = 40, before: int | None = None, **shape: int
+) -> Problem:
     """Lines of the standard library's own documentation; a model that has read modules is fine-tuned on others."""
 
     def lines(modules: str) -> list[str]:
@@ -156,22 +164,22 @@ def characters() -> Problem:
         for module in map(importlib.import_module, modules.split()):
             for _, thing in sorted(inspect.getmembers(module), key=lambda pair: pair[0]):
                 text = inspect.getdoc(thing) if callable(thing) else None
-                found += [line.strip()[:40] for line in (text or "").splitlines() if len(line.strip()) >= 25]
+                found += [line.strip()[:longest] for line in (text or "").splitlines() if len(line.strip()) >= 25]
         return sorted(set(found))
 
-    before, after = lines(READ_BEFORE), lines(READ_AFTER)
-    random.Random(0).shuffle(before)
-    random.Random(0).shuffle(after)
-    alphabet = {letter: 1 + place for place, letter in enumerate(sorted(set("".join(before + after))))}
+    earlier, later = lines(READ_BEFORE), lines(READ_AFTER)
+    random.Random(0).shuffle(earlier)
+    random.Random(0).shuffle(later)
+    alphabet = {letter: 1 + place for place, letter in enumerate(sorted(set("".join(earlier + later))))}
 
     def rows(some: list[str]) -> dict[str, Tensor]:
         return padded([[0, *(alphabet[letter] for letter in line)] for line in some])
 
-    after = [line for line in after if line not in set(before)]
+    later = [line for line in later if line not in set(earlier)]
     return Problem(
-        make=lambda: Transformer(len(alphabet) + 1, 41), train=rows(after[:240]), query=rows(after[240:300]),
-        loss=jostle.losses.next_token(), epochs=6, batch_size=15, learning_rate=2e-3, draws=100,
-        sampling_batch_size=40, pretrain=rows(before), seeds=(1,),
+        make=lambda: Transformer(len(alphabet) + 1, longest + 1, **shape), train=rows(later[:train]),
+        query=rows(later[train : train + queries]), loss=jostle.losses.next_token(), epochs=6, batch_size=15,
+        learning_rate=2e-3, draws=100, sampling_batch_size=40, pretrain=rows(earlier[:before]), seeds=(1,),
     )  # fmt: skip
 
 
@@ -205,69 +213,93 @@ def fit(
     return weights.detach()
 
 
-def trained(problem: Problem) -> tuple[nn.Module, np.ndarray, np.ndarray, dict[str, float]]:
-    """The model; which examples each retraining had; and its losses on the queries, (subset, query)."""
+class Trainer:
+    """Trains the model of a problem on all examples, or on many subsets side by side."""
 
-    def start(seed: int) -> Tensor:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._template = problem.make().eval()
+        self._moving = MovingWeights(self._template, "all")
+        self._one = FunctionalModel(self._template, self._moving)
+        self._many = SideBySide(self._template, self._moving)
+        self._data = Data(problem.train, "train")
+        self._starts = {seed: self._start(seed) for seed in (0, *problem.seeds)}
+        self._one.evaluate(problem.loss, self._starts[0][None], self._data.batch([0, 1]))  # tried once for each model
+        if problem.pretrain is not None:
+            before = Data(problem.pretrain, "pretrain")
+            read = fit(self._one, problem, before, self._starts[0][None], [np.arange(len(before))], 12)[0]
+            self._starts = dict.fromkeys(self._starts, read)
+
+    def _start(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return MovingWeights(problem.make(), "all").center
+        return MovingWeights(self.problem.make(), "all").center
 
-    template = problem.make().eval()
-    moving = MovingWeights(template, "all")
-    one, many = FunctionalModel(template, moving), SideBySide(template, moving)
-    data, query = Data(problem.train, "train"), Data(problem.query, "query")
-    one.evaluate(problem.loss, start(0)[None], data.batch([0, 1]))  # what is tried once for each model
-    starts = {seed: start(seed) for seed in (0, *problem.seeds)}
-    if problem.pretrain is not None:
-        before = Data(problem.pretrain, "pretrain")
-        read = fit(one, problem, before, starts[0][None], [np.arange(len(before))], 12)[0]
-        starts = dict.fromkeys(starts, read)
-    center = fit(one, problem, data, starts[0][None], [np.arange(len(data))], problem.epochs)[0]
+    def model(self) -> nn.Module:
+        """The model that is analysed: trained on all examples."""
+        everything = [np.arange(len(self._data))]
+        return self._with(
+            fit(self._one, self.problem, self._data, self._starts[0][None], everything, self.problem.epochs)[0]
+        )
+
+    def _with(self, weights: Tensor) -> nn.Module:
+        model = copy.deepcopy(self._template)
+        named = self._moving.unflatten(weights)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(named[name])
+        return model
+
+    def bank(self, directory: Path, subsets: Subsets) -> Bank:
+        """The bank of retrainings on these subsets, all seeds of the problem; what is there is not done again."""
+        problem = self.problem
+        query = Data(problem.query, "query")
+        bank = Bank.create(
+            directory, subsets, queries=len(query),
+            fingerprints={"train": self._data.fingerprint(), "query": query.fingerprint()},
+        )  # fmt: skip
+        measure = Measure(problem.query, problem.loss, {}, batch_size=len(query))
+        todo = set(bank.todo(len(problem.seeds)))
+        for place, seed in enumerate(problem.seeds):
+            for first in range(0, len(subsets), TOGETHER):
+                some = range(first, min(first + TOGETHER, len(subsets)))
+                if not any((subset, place) in todo for subset in some):
+                    continue
+                starts = self._starts[seed].repeat(len(some), 1)
+                members = [subsets.indices(subset) for subset in some]
+                fitted = fit(self._many, problem, self._data, starts, members, problem.epochs)
+                for subset, weights in zip(some, fitted, strict=True):
+                    bank.store(subset, place, measure(self._with(weights)))
+        return bank
+
+
+def halves(count: int) -> Subsets:
+    """The subsets of this experiment."""
     generator = np.random.default_rng(1)
-    kept = [np.sort(generator.permutation(len(data))[: round(SHARE * len(data))]) for _ in range(SUBSETS)]
-    banks = []
-    for seed in problem.seeds:
-        parts = []
-        for first in range(0, SUBSETS, 12):
-            some = kept[first : first + 12]
-            fitted = fit(many, problem, data, starts[seed].repeat(len(some), 1), some, problem.epochs)
-            parts.append(mean_losses(one, problem.loss, fitted, query))
-        banks.append(np.concatenate(parts))
-    subsets = np.zeros((SUBSETS, len(data)), bool)
-    for row, indices in zip(subsets, kept, strict=True):
-        row[indices] = True
-    with torch.no_grad():
-        named = moving.unflatten(center)
-        for name, parameter in template.named_parameters():
-            parameter.copy_(named[name])
-    about = {
-        "weights": moving.total,
-        "train_loss": float(mean_losses(one, problem.loss, center[None], data).mean()),
-        "query_loss": float(mean_losses(one, problem.loss, center[None], query).mean()),
-        "retrained_query_loss": float(np.mean(banks)),
+    members = np.zeros((SUBSETS, count), bool)
+    for row in members:
+        row[generator.permutation(count)[: round(SHARE * count)]] = True
+    return Subsets(members, "random")
+
+
+def about(problem: Problem, model: nn.Module, bank: Bank) -> dict[str, Any]:
+    """Losses of the model, and how well one seed's retrainings are predicted by the other's, which no attribution of a
+    single model can pass by far."""
+    losses = {
+        name: float(Measure(data, problem.loss, {})(model)["loss"].mean())
+        for name, data in (("train_loss", problem.train), ("query_loss", problem.query))
     }
-    if len(banks) > 1:
-        # How well one seed's bank is predicted by the other's: what no attribution of a single model can pass by far.
-        about["lds_between_seeds"] = float(np.mean(rank_correlations(banks[0], banks[1])))
-    return template, subsets, np.mean(banks, axis=0), about
+    between = repeatability(bank)
+    return {
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        **losses,
+        "retrained_query_loss": float(bank.values().mean()),
+        **({} if between is None else {"lds_between_seeds": between}),
+    }
 
 
-def mean_losses(model: FunctionalModel, loss: Loss, weights: Tensor, data: Data) -> np.ndarray:
-    """(model, example)"""
-    batch = data.batch(range(len(data)))
-    return np.stack([sample_means(model.evaluate(loss, row[None], batch)[0], loss, batch).numpy() for row in weights])
-
-
-def rank_correlations(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Spearman of every pair of columns."""
-    a, b = (rankdata(side, axis=0) for side in (left, right))
-    a, b = a - a.mean(0), b - b.mean(0)
-    return (a * b).sum(0) / np.sqrt((a**2).sum(0) * (b**2).sum(0))
-
-
-def lds(scores: np.ndarray, subsets: np.ndarray, losses: np.ndarray) -> dict[str, float]:
-    """Scores are (train, query) and negative where training helps, so that their sum over a subset predicts a loss."""
-    values = rank_correlations(subsets.astype(float) @ scores, losses)
+def lds_over_queries(bank: Bank, scores: Scores) -> dict[str, float]:
+    """With its standard error over queries: retrainings are shared by all settings that are compared here."""
+    values = lds(bank, scores, bootstrap=0).each
     return {"lds": float(values.mean()), "standard_error": float(values.std(ddof=1) / math.sqrt(len(values)))}
 
 
@@ -279,17 +311,20 @@ def settings_of(name: str) -> list[tuple[float, float]]:
     return sorted(cells, key=lambda cell: (abs(math.log(cell[0] / 0.3)), -cell[1]))
 
 
-def measure(name: str, record: dict[str, Any], seeds: int, save: Callable[[], None]) -> None:
+def measure(name: str, record: dict[str, Any], seeds: int, work: Path, save: Callable[[], None]) -> None:
     problem = PROBLEMS[name]()
     started = time.perf_counter()
-    model, subsets, losses, about = trained(problem)
+    trainer = Trainer(problem)
+    model = trainer.model()
+    bank = trainer.bank(work / name, halves(len(Data(problem.train, "train"))))
     kept = record.setdefault(name, {"cells": []})
-    kept |= about | {"subsets": SUBSETS, "chains": CHAINS, "draws": problem.draws}
-    kept |= {"train": subsets.shape[1], "queries": losses.shape[1]}
-    print(name, about, f"{time.perf_counter() - started:.0f} s", flush=True)
+    kept |= about(problem, model, bank) | {"subsets": SUBSETS, "chains": CHAINS, "draws": problem.draws}
+    kept |= {"train": bank.about["train"], "queries": bank.about["queries"]}
+    shown = {key: value for key, value in kept.items() if key != "cells"}
+    print(name, shown, f"{time.perf_counter() - started:.0f} s", flush=True)
     for cosine in (False, True):
         scores = gradient_similarity(model, problem.train, problem.query, loss=problem.loss, cosine=cosine)
-        kept["gradient cosine" if cosine else "gradient similarity"] = lds(scores.values, subsets, losses)
+        kept["gradient cosine" if cosine else "gradient similarity"] = lds_over_queries(bank, scores)
     print({key: kept[key] for key in ("gradient similarity", "gradient cosine")}, flush=True)
     done = {(cell["rise"], cell["kappa"], cell["seed"]) for cell in kept["cells"]}
     for seed in range(seeds):
@@ -313,8 +348,8 @@ def measure(name: str, record: dict[str, Any], seeds: int, save: Callable[[], No
                     "curvature": chosen.curvature.largest, "curvature_nearby": chosen.curvature_nearby,
                     "thin": chosen.thin, "rise_of_draws": found["rise"], "effective_draws": found["effective_draws"],
                     "failed_chains": len(run.failed_chains),
-                    "correlation": lds(run.influence(normalize=True).values, subsets, losses),
-                    "covariance": lds(run.influence().values, subsets, losses),
+                    "correlation": lds_over_queries(bank, run.influence(normalize=True)),
+                    "covariance": lds_over_queries(bank, run.influence()),
                 }  # fmt: skip
             except (jostle.InputError, jostle.ChainsFailedError) as error:
                 cell["fault"] = str(error)
@@ -373,14 +408,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="LDS against the rise of the mean loss and κ, on small models.")
     parser.add_argument("--only", default=",".join(PROBLEMS))
     parser.add_argument("--seeds", type=int, default=1, help="of the sampler")
+    parser.add_argument("--work", type=Path, help="keep the banks here; they are not made again")
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--figure", type=Path, help="draw what the record has")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = json.loads(arguments.record.read_text()) if arguments.record.exists() else {}
     record.pop("environment", None)
-    for name in filter(None, arguments.only.split(",")):
-        measure(name, record, arguments.seeds, lambda: write_record(arguments.record, record))
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        for name in filter(None, arguments.only.split(",")):
+            measure(name, record, arguments.seeds, work, lambda: write_record(arguments.record, record))
     if arguments.figure:
         draw(record, arguments.figure)
 

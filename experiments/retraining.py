@@ -29,7 +29,7 @@ from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
 from jostle.plots import CHAIN_COLOURS
-from jostle.samplers import SGLD, Gaussian, RMSpropSGLD
+from jostle.requests import sampler_of
 from jostle.scores import Scores
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -38,7 +38,6 @@ DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 BOOTSTRAP = 100
 METHODS = ("gradients", "trak", "ekfac", "bif")
 RECORDS = Path(__file__).parent / "records"
-SAMPLERS = {"sgld": SGLD, "rmsprop": RMSpropSGLD, "gaussian": Gaussian}
 
 Result = TypeVar("Result")
 
@@ -151,13 +150,19 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
-    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
-        """One run; covariance is the paper's B, correlation its A."""
-        run, about = sample(
+    def sample(
+        self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget
+    ) -> tuple[jostle.Run, dict[str, Any]]:
+        """One run of this setting, in ``work``, and what a record should say of it."""
+        return sample(
             self.model, self.train, self.query, settings, loss=self.loss, weights=self.weights, budget=budget,
             out=work / "runs" / file_name(name), sampling_data=self.sampling_data, potential_loss=self.potential_loss,
             collate=self.collate, precision=self.precision,
         )  # fmt: skip
+
+    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
+        """One run; covariance is the paper's B, correlation its A."""
+        run, about = self.sample(name, settings, work, budget)
         return {
             f"BIF {name}, {kind}": replace(scores, provenance={**scores.provenance, **about})
             for kind in ("covariance", "correlation")
@@ -169,13 +174,11 @@ def sample(
     model: nn.Module, train: Any, query: Any, settings: Mapping[str, Any], *, weights: Any, budget: Budget, **more: Any
 ) -> tuple[jostle.Run, dict[str, Any]]:
     """A run with such settings, and what a record should say of it; out of time it stops, and goes on the next time."""
-    options = dict(settings)
+    options = {"sampler": "sgld", "step_size": None, **settings}
     posterior = jostle.Posterior(
         n_beta=options.pop("n_beta"), localization=options.pop("localization"), weights=weights
     )
-    kind = SAMPLERS[options.pop("sampler", "sgld")]
-    step = options.pop("step_size", None)
-    sampler = kind() if step is None else kind(step_size=step)
+    sampler = sampler_of({name: options.pop(name) for name in ("sampler", "step_size")})
     with budget.interrupting():
         run = jostle.attribute(
             model, train, query, posterior=posterior, sampler=sampler, progress=False, **more, **options

@@ -1,4 +1,4 @@
-"""What the retraining experiments share: budgets of time, records that are gone on from."""
+"""What the retraining experiments share, and the comparisons that are built on it, in a tiny size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import cifar10_retraining, language_retraining
+from experiments import calibration, cifar10_retraining, language_retraining, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run, sample
 from torch import nn
 
@@ -90,3 +90,65 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
         )  # fmt: skip
         assert made.draws == 2
         assert about["failed_chains"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer
+def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "DRAWS", 20)
+    monkeypatch.setattr(samplers, "RULES", {"leimkuhler-matthews": "LeimkuhlerMatthews"})
+    record = Record(tmp_path / "record.json", {})
+    setting = samplers.linear(tmp_path, record, Budget(10), train=60, subsets=30)
+    # Ridge regression on a subset, by hand.
+    indices = setting.banks["0.5"].subsets.indices(3)
+    X, y = (part.double().numpy() for part in (setting.train[0][indices], setting.train[1][indices]))
+    weights = np.linalg.solve(X.T @ X / 30 + samplers.DECAY * np.eye(10), X.T @ y / 30)
+    losses = (setting.query[1].numpy() - setting.query[0].numpy() @ weights)[:, 0] ** 2 / 2
+    np.testing.assert_allclose(setting.banks["0.5"].values()[3, 0], losses, rtol=2e-3, atol=1e-6)  # half precision
+
+    paper = {"n_beta": 60.0, "localization": 100.0, "step_size": 1e-3, "burn_in": 0, "batch_size": 60}
+    arguments = (setting, paper, 20, tmp_path / "work", record)
+    samplers.measure(*arguments, Budget(10), draws=10, seeds=2)
+    kept = json.loads((tmp_path / "record.json").read_text())["measured"]["linear regression"]
+    table = kept["summary"]["table"]
+    assert list(table) == [
+        "paper: SGLD", "paper: RMSprop-SGLD", samplers.DEFAULT, samplers.CONTROL,
+        samplers.CONTROLS[1], "LeimkuhlerMatthews, calibrated",
+    ]  # fmt: skip
+    bank = setting.banks["0.5"]
+    run = jostle.load(tmp_path / "work" / "linear_regression" / "runs" / "paper__SGLD__seed_1")
+    one = kept["rows"]["paper: SGLD"]["seeds"]["1"]
+    assert one[samplers.ALL]["covariance"] == pytest.approx(lds(bank, run.influence()).value, abs=1e-6)
+    # 20 observations of 60 + 142 examples pay for as many draws that take a gradient of 60 each, 180 passes.
+    assert one[samplers.PASSES]["draws"] == (20 * 202 + 180) // (202 + 180)
+    assert kept["rows"][samplers.CONTROL]["seeds"]["0"][samplers.PASSES]["draws"] == 20
+    assert table["LeimkuhlerMatthews, calibrated"][samplers.ALL]["correlation"] is None  # it has half of these draws
+    assert kept["baselines"]["exact influence"]["value"] > kept["baselines"]["GradSim"]["value"] + 0.1
+    values = [kept["rows"][samplers.DEFAULT]["seeds"][seed][samplers.ALL]["correlation"] for seed in "01"]
+    control = max((table[name][samplers.ALL]["correlation"] for name in samplers.CONTROLS), key=lambda one: one["mean"])
+    claim = kept["summary"]["claims"]["correlation"][f"{samplers.ALL}, against the better control"]
+    assert claim["difference"] == pytest.approx(np.mean(values) - control["mean"])
+    assert claim["standard_error"] == pytest.approx(np.hypot(abs(values[0] - values[1]) / 2, control["standard_error"]))
+    # Called again, there is nothing left to do.
+    samplers.measure(*arguments, Budget(-1), draws=10, seeds=2)
+    samplers.draw({"linear regression": kept}, tmp_path / "samplers.png")
+    assert (tmp_path / "samplers.png").stat().st_size > 10_000
+
+
+def test_calibration_is_judged_beside_the_best_cell_on_a_fresh_bank(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {})
+    grid = {"n_beta": (1_000.0,), "localization": (100.0,), "step_size": (1.0, 1e-3)}
+    calibration.measure("diabetes", tmp_path, record, Budget(10), grid=grid, draws=10, subsets=6, seeds=1)
+    kept = record.content["measured"]["diabetes"]
+    refused, sound = kept["sweep"]["cells"]
+    assert refused["fault"].startswith("refused")
+    assert kept["sweep"]["best"] == sound["settings"]
+    banks = [Bank(tmp_path / "diabetes" / f"bank-{purpose}") for purpose in ("choosing", "judging")]
+    assert not np.array_equal(banks[0].subsets.members, banks[1].subsets.members)
+    found = kept["summary"]
+    best, calibrated = (kept["judged"][which]["1"]["correlation"] for which in ("best cell", "calibrated"))
+    assert found["difference"] == pytest.approx(calibrated["value"] - best["value"])
+    assert found["within_one_standard_error"] == (found["difference"] >= -best["standard_error"])
+    assert found["calibrated"]["bad_chains"] == 0
+    assert 0 < found["share_of_the_sweep"] < found["share_with_its_run"]
+    calibration.draw(record.content["measured"], tmp_path / "calibration.png")
+    assert (tmp_path / "calibration.png").stat().st_size > 10_000
