@@ -466,6 +466,14 @@ def execution_of(directory: Path) -> Execution | None:
     return None if chosen is None else Execution(**chosen)
 
 
+def url_of_traces(directory: Path) -> str | None:
+    """Where the traces of the run in a directory are, if that is elsewhere."""
+    if not (directory / "manifest.json").is_file():
+        return None
+    place = place_of_traces(directory, read_manifest(directory))
+    return place if isinstance(place, str) else None
+
+
 def thin_of(directory: Path) -> int:
     """The steps between draws of the run in a directory, whoever chose them; 1 where there is none yet."""
     return read_config(directory)["thin"] if (directory / "manifest.json").is_file() else 1

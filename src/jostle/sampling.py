@@ -48,6 +48,7 @@ from jostle.layout import (
     open_run,
     place_for,
     thin_of,
+    url_of_traces,
     write_manifest,
     writing,
 )
@@ -275,7 +276,7 @@ def attribute(
             pilot=pilot,
             crews=ranks.crews,
             keep_weights=keep_weights,
-            elsewhere=traces,
+            elsewhere=url_of_traces(directory) or traces,
         )
         plan.check()
         known = {"config": config.fingerprint(), **fingerprints}
