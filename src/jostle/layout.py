@@ -164,7 +164,7 @@ def open_run(
         return None
     manifest = read_manifest(directory)
     more_queries = _has_more_queries(directory, fingerprints, config, manifest, query)
-    for name in manifest["fingerprints"].keys() | fingerprints.keys():
+    for name in fingerprints | manifest["fingerprints"]:  # in this order, so that the same thing is named each time
         theirs, ours = manifest["fingerprints"].get(name), fingerprints.get(name)
         extended = (name == "config" and _extends(config, manifest)) or (name == "query" and more_queries)
         if theirs != ours and not extended:

@@ -67,7 +67,7 @@ def bm25(
             where.setdefault(word, []).append((index, count))
     values = np.zeros((len(train), len(query)))
     for column, text in enumerate(query):
-        for word in set(text) & where.keys():
+        for word in filter(where.__contains__, dict.fromkeys(text)):
             rows, frequency = (np.array(part) for part in zip(*where[word], strict=True))
             idf = math.log(1 + (len(train) - len(rows) + 0.5) / (len(rows) + 0.5))
             values[rows, column] -= idf * frequency * (k1 + 1) / (frequency + penalty[rows])

@@ -157,7 +157,7 @@ def compare(
         }
         if texts is not None:
             blind["BM25"] = bm25(*texts)
-    for name in scores.keys() & blind.keys():
+    for name in filter(blind.__contains__, scores):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
     rows = []
     for name, given in {**scores, **blind}.items():
