@@ -43,6 +43,9 @@ def assert_the_same(
     observer = Observer(plain, loss, data, 8)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     required = [parameter.requires_grad for parameter in model.parameters()]
+    # The loss tries the model out once; compiled for those few tokens as well, it would reach dynamo's limit of
+    # recompilations, and what is compared below would be the plain function twice.
+    loss(model, data.batch([0]))
     with InPlace(model, moving) as fast:
         if backend:
             fast.compile(backend)
@@ -108,7 +111,9 @@ def test_nothing_is_kept_where_something_moves_before(weights: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_compiled(name: str) -> None:
-    assert_the_same(name, device="cpu", backend="aot_eager", replay=False)
+    # Sizes that are symbols, as a second size makes them, double the seconds of tracing: one architecture has them here.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=name == "llama"):
+        assert_the_same(name, device="cpu", backend="aot_eager", replay=False)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for torch.compile")
