@@ -72,8 +72,8 @@ def test_directory_that_holds_something_else_is_refused_in_one_line(tmp_path):
     foreign.parent.mkdir()
     foreign.write_text("years of work")
     before = entries(tmp_path)
-    result = command("demo", "--out", foreign.parent.parent)
-    assert result.returncode == cli.ExitCode.BAD_INPUT
+    result = CliRunner().invoke(cli.app, ["demo", "--out", str(foreign.parent.parent)])
+    assert result.exit_code == cli.ExitCode.BAD_INPUT
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith(f"jostle: out: got {foreign.parent}, which exists and holds something else")
@@ -196,8 +196,8 @@ def test_demo_stays_near_the_trained_weights(demo):
 def test_demo_given_again_reads_the_run(demo):
     out, first = demo
     before = entries(out / "run")
-    again = command("demo", "images", "--out", out)
-    assert (again.returncode, again.stdout) == (0, first.stdout)
+    again = CliRunner().invoke(cli.app, ["demo", "images", "--out", str(out)])
+    assert (again.exit_code, again.stdout) == (0, first.stdout)
     assert entries(out / "run") == before
 
 
@@ -217,8 +217,8 @@ def test_demo_interrupted_while_sampling_can_go_on(tmp_path):
 def test_demo_with_another_seed_is_refused_where_one_lies(demo):
     out, _ = demo
     before = entries(out)
-    result = command("demo", "images", "--out", out, "--seed", "1")
-    assert result.returncode == 2
+    result = CliRunner().invoke(cli.app, ["demo", "images", "--out", str(out), "--seed", "1"])
+    assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "fingerprint" in result.stderr
     assert entries(out) == before

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from architectures import transformers
 from conftest import Says
 from jostle import presets, requests
 from jostle.cli import app
+from jostle.diagnose import command
+from jostle.samplers import BAOAB, SGNHT
+from jostle.tasks import language_model
 from test_texts import make_tokenizer
 
 TRAIN = [
@@ -250,3 +256,151 @@ def test_bad_input_is_one_line_and_exit_code_2(
     says("jostle " + " ".join(arguments), last.replace(str(place), "PLACE"), 2)
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+# --- the first hour: defaults that are shown, paths that are mistyped, advice that can be typed ---
+
+
+def options_of(name: str) -> dict[str, str]:
+    """Every option's help, by its name."""
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).stdout
+    rows = re.findall(r"^│ +(?:\* +)?--([a-z-]+) .*? {2,}(\S[^│]*?) *│$", shown, re.MULTILINE)
+    return {name.replace("-", "_"): about for name, about in rows}
+
+
+def test_help_shows_the_defaults_that_are_set() -> None:
+    for shown in (options_of("run"), options_of("calibrate")):
+        for name, value in presets.DEFAULTS.items():
+            told = re.search(r"Default: (\S+?)(?:\.$| or (.*)\.$)", shown[name])
+            assert told, (name, shown[name])
+            assert (told[1] == value) if isinstance(value, str) else (float(told[1]) == value)
+            # Whoever else may decide is named, and nobody else.
+            others = told[2] or ""
+            assert ("--preset" in others) == any(name in preset for preset in presets.PRESETS.values())
+            assert ("calibrated" in others) == (name in presets.CALIBRATED)
+        for name, value in (("rise", presets.RISE), ("kappa", presets.KAPPA)):
+            assert float(re.search(r"Default: ([\d.]+)\.$", shown[name])[1]) == value  # type: ignore[index]
+        assert f"Default: {presets.LANGUAGE_WEIGHTS} of an LM" in shown["weights"]
+        # What the library decides, which a help page does not wait for.
+        library = {name: one.default for name, one in inspect.signature(jostle.attribute).parameters.items()}
+        for name in ("control_variates", "antithetic"):
+            assert library[name] is False
+            assert "Default: off." in shown[name]
+        assert library["precision"] == "model"
+        assert "the model's own, the default" in shown["precision"]
+        assert shown["shards"].endswith(f"Default: {library['shards']}.")
+        assert BAOAB(step_size=1.0).friction == SGNHT(step_size=1.0).friction == 1
+        assert "Default: 1, critical." in shown["friction"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("PLACE/modle", "; there is PLACE/model"),
+        ("./modle", "; there is model"),
+        ("modle", "; there is model"),
+        ("PLACE/elsewhere/deep/xyz", ""),
+        ("/no/such/xyz", ""),
+        ("beside/xyz", ""),
+    ],
+)
+def test_a_mistyped_path_is_not_asked_of_the_hub(
+    name: str,
+    hint: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "model").symlink_to(place / "model")
+    monkeypatch.chdir(tmp_path)
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", asked)
+    given = name.replace("PLACE", str(place))
+    result = jostle_command("run", "out", *sources(place), "--model", given)
+    assert result.exit_code == 2
+    expected = "a directory with a causal language model and its tokenizer, or a hub id"
+    hint = hint.replace("PLACE", str(place))
+    assert result.stderr == f"jostle: model: got {given}, which does not exist, expected {expected}{hint}\n"
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-14m", "model2/of-somebody"])
+def test_a_hub_id_is_asked_of_the_hub(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)  # with a directory "model"
+
+    class AskedError(Exception):
+        pass
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise AskedError("asked")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", asked)
+    assert (
+        "could not be loaded (AskedError: asked)" in jostle_command("run", "x", *sources(place), "--model", name).stderr
+    )
+
+
+def test_export_and_top_have_the_same_scores_by_default(place: Path, tmp_path: Path) -> None:
+    assert jostle_command("export", place / "run", tmp_path / "scores.safetensors").exit_code == 0
+    exported = jostle.Scores.load(tmp_path / "scores.safetensors")
+    assert exported.normalized
+    top = json.loads(jostle_command("top", place / "run", "--query", 1, "-k", 5, "--json").stdout)
+    for entry in top["helpful"] + top["harmful"]:
+        assert exported.values[entry["index"], 1] == pytest.approx(entry["score"], rel=1e-6)
+
+
+def test_weights_are_loaded_without_a_bar_by_the_command_line_alone(
+    place: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        files = {"train": str(place / "train.jsonl"), "query": str(place / "query.jsonl")}
+        language_model(str(place / "model"), **files)
+        assert "Loading weights" in capfd.readouterr().err
+        requests.task_of({"model": str(place / "model"), **files})
+        assert "Loading weights" not in capfd.readouterr().err
+        assert logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # by somebody who wants none at all
+        requests.task_of({"model": str(place / "model"), **files})
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+
+
+def test_advice_is_a_command_that_works(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    result = jostle_command("run", run, *sources(place), *SMALL, "--chains", 1)
+    (told,) = re.findall(r"^to follow it: (jostle .*)$", result.stdout, re.MULTILINE)
+    assert told in jostle_command("diagnose", run).stdout
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    settings = jostle.load(run).diagnostics()["verdict"]["settings"]
+    assert settings["chains"] == 4  # of the one that cannot show that it missed something
+    _, name, *words = shlex.split(told)
+    # Fewer draws than it asks for, for the sake of time; the last one given counts.
+    assert jostle_command(name, *words, "--draws", 13).exit_code == 0
+    made = jostle.load(words[0]).config
+    changed = {key for key in ("chains", "draws", "burn_in", "thin") if made[key] != config[key]}
+    assert changed == {*settings} - {"step_size"} | {"draws"}
+    assert all(made[key] == settings[key] for key in changed - {"draws"})
+
+
+def test_more_of_the_same_is_an_extension_and_anything_else_another_run(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"source": {"task": "x"}}
+    more, other = {"settings": {"draws": 130.0}}, {"settings": {"thin": 40.0, "step_size": 2.5e-06}}
+    out = tmp_path / "a"
+    assert command(known, more, out) == f"jostle extend {out} --draws 130"
+    assert command(known, other, out) == f"jostle run {out}-2 --config {out}/config.yaml --thin 40 --step-size 2.5e-06"
+    Path(f"{out}-2").mkdir()
+    # A run that ends by itself cannot be extended.
+    assert command(known | {"minutes": 1.0}, more, out) == f"jostle run {out}-3 --config {out}/config.yaml --draws 130"
+    assert command({}, more, out) is None  # made from Python: there is no command
+    assert command(known, {"settings": {}}, out) is None

@@ -30,7 +30,11 @@ from jostle.layout import writing
 from jostle.ranks import join
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jostle.sampling", "jostle.sharding", "jostle.cli", "jostle.requests", "zarr"])
+# What ranks would otherwise import one by one, those of test_sharding.py among them.
+PROCESSES.set_forkserver_preload([
+    "jostle.sampling", "jostle.sharding", "jostle.cli", "jostle.requests", "pytest", "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+])  # fmt: skip
 
 SETTINGS: dict[str, Any] = {"chains": 5, "draws": 12, "burn_in": 3, "thin": 2, "batch_size": 8}
 

@@ -403,6 +403,27 @@ def test_a_thousand_images_can_be_shown_by_two_methods(tmp_path: Path, page: Any
         assert pixel == pixels[index, 2, 1, 0]
 
 
+def test_what_cannot_be_compared_says_why(tmp_path: Path, page: Any) -> None:
+    """Token runs of the same texts and of other queries; with as many queries, they are compared."""
+    runs = [token_run(tmp_path / name, query=count) for name, count in (("three", 3), ("two", 2), ("again", 3))]
+    with served(*runs[:2]) as address:
+        page.goto(address)
+        page.wait_for_selector(".tokens-view")
+        page.locator("[data-view=compare]").click()
+        page.wait_for_selector(".compare-view[data-ready]")
+        said = page.locator(".compare-view").inner_text()
+        assert said.startswith("Nothing to compare with: scores are compared for the same training examples and the same")
+        assert said.endswith("(three: 12 and 3; two: 12 and 2).")
+    with served(*runs) as address:
+        page.goto(address + "#view=compare")
+        page.wait_for_selector(".compare-view[data-ready]")
+        assert page.locator(".compare-view circle").count() == 12
+    with served(runs[0]) as address:
+        page.goto(address)
+        page.wait_for_selector(".tokens-view")
+        assert page.locator("[data-view=compare]").count() == 0
+
+
 def test_a_report_of_images_opens_without_a_network(images: tuple[Path, Path], tmp_path: Path, page: Any) -> None:
     run, baseline = images
     report = tmp_path / "report.html"

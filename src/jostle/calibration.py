@@ -39,6 +39,7 @@ from jostle.in_place import InPlace
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.posterior import Posterior
+from jostle.presets import KAPPA, RISE
 from jostle.samplers import (
     BAOAB,
     SGNHT,
@@ -51,12 +52,6 @@ from jostle.samplers import (
 from jostle.samplers.protocol import require_positive
 from jostle.sampling import attribute
 from jostle.weights import MovingWeights, WeightSelection
-
-RISE = 0.3
-"""Of the mean loss over w*, in nats; docs/calibration.md has the evidence."""
-
-KAPPA = 10.0
-"""κ = nβ·λmax/γ; docs/calibration.md has the evidence."""
 
 PROBED_EXAMPLES = 256
 """Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""

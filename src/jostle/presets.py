@@ -31,6 +31,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+RISE = 0.3
+"""Of the mean loss over w*, in nats, in a calibration; docs/calibration.md has the evidence."""
+
+KAPPA = 10.0
+"""κ = nβ·λmax/γ, in a calibration; docs/calibration.md has the evidence."""
+
+CALIBRATED = ("sampler", "step_size", "n_beta", "localization", "burn_in", "thin")
+"""What a calibration chooses, where it is not given."""
+
+LANGUAGE_WEIGHTS = "attention"
+"""What moves of a language model: with every weight, each token's own embedding row drowns the rest."""
+
 DEFAULTS: dict[str, Any] = {
     "batch_size": 32, "chains": 4, "draws": 100, "burn_in": 50, "thin": "auto",
     "step_size": 1e-5, "n_beta": 30.0, "localization": 10_000.0, "sampler": "sgld", "seed": 0,

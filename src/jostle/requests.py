@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +13,11 @@ from typing import Any, Literal
 import yaml
 
 from jostle import ranks
-from jostle.calibration import KAPPA, RISE, Calibration, calibrate
+from jostle.calibration import Calibration, calibrate
 from jostle.config import Config, describe
 from jostle.errors import InputError
 from jostle.posterior import Posterior
-from jostle.presets import DEFAULTS, IMPLIED, PRESETS
+from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
 from jostle.run import Run, read_config, read_manifest
 from jostle.samplers import (
     BAOAB,
@@ -310,15 +313,31 @@ def task_of(request: Mapping[str, Any]) -> Task:
     spread = request.get("shards", 1) > 1
     if "task" in request:
         return from_file(request["task"], None if spread else request.get("device"))
-    return language_model(
-        request["model"],
-        train=request["train"],
-        query=request["query"],
-        sampling=request.get("sampling"),
-        max_length=request.get("max_length"),
-        device=request.get("device"),
-        spread=spread,
-    )
+    with _without_loading_bars():
+        return language_model(
+            request["model"],
+            train=request["train"],
+            query=request["query"],
+            sampling=request.get("sampling"),
+            max_length=request.get("max_length"),
+            device=request.get("device"),
+            spread=spread,
+        )
+
+
+@contextlib.contextmanager
+def _without_loading_bars() -> Iterator[None]:
+    """Have transformers load weights without a progress bar; downloads, which do take time, keep theirs."""
+    bars = importlib.import_module("transformers.utils.logging") if importlib.util.find_spec("transformers") else None
+    if bars is None or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    importlib.import_module("huggingface_hub.utils").enable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
 
 
 def _absolute(value: Any) -> Any:

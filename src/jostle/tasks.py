@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import logging
@@ -16,6 +17,7 @@ from torch import nn
 from jostle.errors import InputError
 from jostle.losses import Loss, next_token
 from jostle.planning import require_room
+from jostle.presets import LANGUAGE_WEIGHTS
 from jostle.texts import Example, read_records, tokenize
 
 log = logging.getLogger("jostle")
@@ -57,6 +59,7 @@ def language_model(
         device: ``"cuda"``, ``"cpu"``, ...; a GPU where there is one.
         spread: leave the model in the memory of the host, from where it will be spread over several such devices.
     """
+    _require_place(model)
     files = {"train": [train], "query": [query] if isinstance(query, str) else query}
     files |= {} if sampling is None else {"sampling": [sampling]}
     records = {
@@ -75,14 +78,37 @@ def language_model(
         query=_samples(examples["query"]),
         sampling_data=_samples(examples["sampling"]) if "sampling" in examples else None,
         loss=next_token(),
-        # With every weight moving, each token's own embedding row drowns the rest. An adapter is its own restriction.
-        default_weights="all" if adapted else "attention",
+        default_weights="all" if adapted else LANGUAGE_WEIGHTS,  # an adapter is its own restriction
         examples={name: [example.to_dict() for example in examples[name]] for name in ("train", "query")},
     )
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
     return [example.sample for example in examples]
+
+
+def _require_place(name: str) -> None:
+    """Refuse a local path that is not there, which would otherwise be asked of the hub as an id, again and again.
+
+    ``owner/name`` is a path where there is a directory ``owner``; a bare name is one where a model's directory has
+    nearly the same name.
+    """
+    place = Path(name)
+    if place.exists():
+        return
+    beside = [path for path in place.parent.glob("*") if path.is_dir()] if place.parent.is_dir() else []
+    bare = place.parent == Path() and not name.startswith(".")
+    if bare:
+        beside = [path for path in beside if (path / "config.json").is_file()]
+    near = difflib.get_close_matches(place.name, sorted(path.name for path in beside), n=1, cutoff=0.8 if bare else 0.6)
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if local or near or (not bare and place.parent.is_dir()):
+        raise InputError(
+            "model",
+            got=f"{name}, which does not exist",
+            expected="a directory with a causal language model and its tokenizer, or a hub id",
+            fix=f"there is {place.parent / near[0]}" if near else "",
+        )
 
 
 def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, bool]:

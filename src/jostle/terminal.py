@@ -82,18 +82,20 @@ def print_sweep(console: Console, cells: Sequence[Mapping[str, Any]], of: str) -
 LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
 
 
-def print_verdict(console: Console, verdict: Mapping[str, Any]) -> None:
-    """Print a verdict on a run, and what to do about it."""
+def print_verdict(console: Console, verdict: Mapping[str, Any], command: str | None = None) -> None:
+    """Print a verdict on a run, and what to do about it: in words, and as a command."""
     console.print(Text(verdict["summary"], style=LEVEL_STYLES[verdict["level"]]), soft_wrap=True)
     for reason in verdict["reasons"]:
         if reason["finding"] in verdict["summary"]:
             continue
         console.print(Text(f"  {reason['level']}: {reason['finding']}; {reason['advice']}"), soft_wrap=True)
+    if command is not None:
+        console.print(f"to follow it: {command}", markup=False, soft_wrap=True)
 
 
-def print_summary(console: Console, found: Mapping[str, Any], directory: str) -> None:
+def print_summary(console: Console, found: Mapping[str, Any], directory: str, command: str | None = None) -> None:
     """Print a run's diagnostics in a few lines: the verdict, the numbers that matter most, and where there are more."""
-    print_verdict(console, found["verdict"])
+    print_verdict(console, found["verdict"], command)
     short = ("chains × draws", "mean loss", "effective draws")
     numbers = "; ".join(f"{name} {value}" for name, value in _diagnostic_rows(found) if name in short)
     console.print(numbers, markup=False, soft_wrap=True)

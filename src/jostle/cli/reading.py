@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 def _warn(run: Run) -> None:
     """Say of scores that cannot be relied on that they cannot."""
+    from jostle.diagnose import command
+
     if run.config["keep"] == "traces":
         verdict = run.diagnostics()["verdict"]
         if verdict["level"] == "unreliable":
-            say(f"warning: {verdict['summary']}")
+            remedy = command(run.config, verdict, run.directory)
+            say(f"warning: {verdict['summary']}" + (f": {remedy}" if remedy else ""))
 
 
 @app.command(
@@ -114,17 +117,21 @@ def show(
 
 @app.command(
     epilog=examples(
-        ("jostle export runs/a scores.npy", "the matrix, train × query"),
-        ("jostle export runs/a scores.parquet --covariance", "a row a pair"),
+        ("jostle export runs/a scores.npy", "the matrix of −correlations, train × query"),
+        ("jostle export runs/a scores.parquet --covariance", "−covariances, a row a pair"),
     )
 )
 def export(
     out: Out,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Ending in .npy, .safetensors, .csv or .parquet.")],
-    normalize: Normalize = False,
+    normalize: Normalize = True,
     reduction: Reduction = "mean",
 ) -> None:
-    """Write the scores, train × query, with the sign that negative helps."""
+    """Write the scores, train × query, with the sign that negative helps.
+
+    They are those of [bold]jostle top[/]: −correlations, which are on one scale for all examples, or −covariances
+    ([bold]--covariance[/]), which predict how far a query's loss moves.
+    """
     from jostle.run import load
 
     load(out).influence(normalize=normalize, reduction=reduction).export(file)
@@ -154,14 +161,16 @@ def diagnose(
 
     from rich.console import Console
 
+    from jostle.diagnose import command
     from jostle.run import load
     from jostle.terminal import print_diagnostics, print_verdict
 
-    found = load(out).diagnostics(plot=plot)
+    opened = load(out)
+    found = opened.diagnostics(plot=plot)
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False))
         return
     console = Console(highlight=False)
-    print_verdict(console, found["verdict"])
+    print_verdict(console, found["verdict"], command(opened.config, found["verdict"], out))
     console.print()
     print_diagnostics(console, found)

@@ -9,12 +9,29 @@ import typer
 
 from jostle.cli.shell import ExitCode, Out, app, examples, finish, only_given, say
 from jostle.errors import InputError
+from jostle.presets import CALIBRATED, DEFAULTS, LANGUAGE_WEIGHTS, PRESETS
+from jostle.presets import KAPPA as USUAL_KAPPA
+from jostle.presets import RISE as USUAL_RISE
 
 _Shards = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Spread each model over N ranks of torchrun (FSDP2).")
+    int | None, typer.Option(metavar="N", min=1, help="Spread each model over N ranks of torchrun (FSDP2). Default: 1.")
 ]
-RISE = "With --auto: how far, in mean loss over the checkpoint's, influence is read."
-KAPPA = "With --auto: curvature of the losses over localization; 0 is the control without a gradient."
+RISE = f"With --auto: how far, in mean loss over the checkpoint's, influence is read. Default: {USUAL_RISE:g}."
+KAPPA = (
+    "With --auto: curvature of the losses over localization; 0 is the control without a gradient. "
+    f"Default: {USUAL_KAPPA:g}."
+)
+
+
+def _setting(name: str, metavar: str, about: str) -> Any:
+    """An option, with what it is where nobody gives it, and who else may decide that."""
+    value = DEFAULTS[name]
+    others = ["the --preset's"] if any(name in preset for preset in PRESETS.values()) else []
+    others += ["calibrated"] if name in CALIBRATED else []
+    default = " or ".join([value if isinstance(value, str) else f"{value:g}", *others])
+    return typer.Option(metavar=metavar, help=f"{about} Default: {default}.")
+
+
 _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
 
 
@@ -44,7 +61,8 @@ def run(
     task: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="A task of your own, instead.")] = None,
     config: Annotated[Path | None, typer.Option(metavar="YAML", help="The config.yaml of a run, to repeat it.")] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Hyperparameters of the paper's experiments.")
+        str | None,
+        typer.Option(metavar="NAME", help=f"Hyperparameters of the paper's experiments: {', '.join(PRESETS)}."),
     ] = None,
     auto: Annotated[
         bool, typer.Option("--auto", help="Choose what is not given from measurements (see jostle calibrate).")
@@ -52,23 +70,31 @@ def run(
     rise: Annotated[float | None, typer.Option(metavar="NATS", help=RISE)] = None,
     kappa: Annotated[float | None, typer.Option(metavar="κ", help=KAPPA)] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="GROUP|GLOB", help="Which weights move. For an LM: attention.")
+        str | None,
+        typer.Option(
+            metavar="GROUP|GLOB",
+            help=f"Which weights move. Default: {LANGUAGE_WEIGHTS} of an LM, all of an adapter or a task.",
+        ),
     ] = None,
     sampler: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="sgld, rmsprop, rmsprop-devinterp, leimkuhler-matthews, ornstein-uhlenbeck, baoab, sgnht or gaussian "
+        _setting(
+            "sampler",
+            "NAME",
+            "sgld, rmsprop, rmsprop-devinterp, leimkuhler-matthews, ornstein-uhlenbeck, baoab, sgnht or gaussian "
             "(no gradient: the control).",
         ),
     ] = None,
-    step_size: Annotated[float | None, typer.Option(metavar="ε", help="The size of a step.")] = None,
-    friction: Annotated[float | None, typer.Option(metavar="Γ", help="Of baoab and sgnht; 1 is critical.")] = None,
-    n_beta: Annotated[float | None, typer.Option(metavar="nβ", help="Effective number of samples.")] = None,
-    localization: Annotated[float | None, typer.Option(metavar="γ", help="Pull towards the checkpoint.")] = None,
-    chains: Annotated[int | None, typer.Option(metavar="C", help="Number of chains.")] = None,
+    step_size: Annotated[float | None, _setting("step_size", "ε", "The size of a step.")] = None,
+    friction: Annotated[
+        float | None, typer.Option(metavar="Γ", help="Of baoab and sgnht. Default: 1, critical.")
+    ] = None,
+    n_beta: Annotated[float | None, _setting("n_beta", "nβ", "Effective number of samples.")] = None,
+    localization: Annotated[float | None, _setting("localization", "γ", "Pull towards the checkpoint.")] = None,
+    chains: Annotated[int | None, _setting("chains", "C", "Number of chains.")] = None,
     draws: Annotated[
-        int | None, typer.Option(metavar="T", help="Draws from each chain; with --until or --minutes, at most.")
+        int | None,
+        _setting("draws", "T", "Draws from each chain; with --until or --minutes, at most."),
     ] = None,
     until: Annotated[
         list[str] | None,
@@ -78,32 +104,34 @@ def run(
         ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(metavar="MIN", help="Stop when they are over.")] = None,
-    burn_in: Annotated[int | None, typer.Option(metavar="B", help="Steps before the first draw.")] = None,
+    burn_in: Annotated[int | None, _setting("burn_in", "B", "Steps before the first draw.")] = None,
     thin: Annotated[
         str | None,
-        typer.Option(
-            metavar="K|auto", help="Steps between draws. Default: auto, for the most effective draws a second."
-        ),
+        _setting("thin", "K|auto", "Steps between draws; auto: for the most effective draws a second."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(metavar="M", help="Examples in a minibatch.")] = None,
+    batch_size: Annotated[int | None, _setting("batch_size", "M", "Examples in a minibatch.")] = None,
     control_variates: Annotated[
         bool | None,
         typer.Option(
-            "--control-variates/--no-control-variates", help="Less minibatch noise, for two gradients a step."
+            "--control-variates/--no-control-variates",
+            help="Less minibatch noise, for two gradients a step. Default: off.",
         ),
     ] = None,
     antithetic: Annotated[
-        bool | None, typer.Option("--antithetic/--no-antithetic", help="Chains in pairs with opposite noise.")
+        bool | None,
+        typer.Option("--antithetic/--no-antithetic", help="Chains in pairs with opposite noise. Default: off."),
     ] = None,
-    max_length: Annotated[int | None, typer.Option(metavar="N", help="Cut sequences after N tokens.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", help="Cut sequences after N tokens. Default: the model's context.")
+    ] = None,
     precision: Annotated[
         Literal["model", "bfloat16"] | None,
-        typer.Option(help="Of matrix products: the model's own, or bfloat16, which GPUs are fast in."),
+        typer.Option(help="Of matrix products: the model's own, the default, or bfloat16, which GPUs are fast in."),
     ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile. Default: on a GPU, for long runs.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The only source of randomness.")] = None,
+    seed: Annotated[int | None, _setting("seed", "N", "The only source of randomness.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cuda, cpu, ... Default: a GPU if any.")] = None,
     shards: _Shards = None,
     traces: Annotated[
@@ -247,9 +275,11 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
         return
     from rich.console import Console
 
+    from jostle.diagnose import command
     from jostle.terminal import print_summary
 
-    print_summary(Console(highlight=False), finished.diagnostics(), str(out))
+    found = finished.diagnostics()
+    print_summary(Console(highlight=False), found, str(out), command(finished.config, found["verdict"], out))
     if finished.stopped:
         say(finished.stopped)
     finish(finished)

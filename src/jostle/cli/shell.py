@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
-Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlation, or −covariance.")]
+Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlations, or −covariances.")]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 

@@ -30,7 +30,7 @@ from jostle.diagnose.measures import (
     split_r_hat,
 )
 from jostle.diagnose.sample import PROBED_SERIES, Sample, read_sample, spread
-from jostle.diagnose.verdict import Reason, judge
+from jostle.diagnose.verdict import Reason, command, judge
 from jostle.estimate import FEWEST_DRAWS, covariance_from_sums
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Sample",
     "agreement",
     "between_chain_share",
+    "command",
     "convergence",
     "diagnose",
     "diagnose_sums",

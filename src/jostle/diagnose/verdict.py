@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from jostle.diagnose.measures import last_step, memory_in_steps
@@ -36,13 +39,44 @@ class Reason:
     number: float | None
     finding: str
     advice: str
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """What the advice comes to, as settings of a run."""
 
 
 def judge(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """The worst level of all reasons, and the reasons, causes before what follows from them."""
     reasons = list(_reasons(config, found))
     level = LEVELS[max((LEVELS.index(reason.level) for reason in reasons), default=0)]
-    return {"level": level, "summary": _summary(level, reasons, found), "reasons": [asdict(r) for r in reasons]}
+    return {
+        "level": level,
+        "summary": _summary(level, reasons, found),
+        "reasons": [asdict(reason) for reason in reasons],
+        "settings": _together([reason.settings for reason in reasons]),
+    }
+
+
+def _together(advised: list[Mapping[str, float]]) -> dict[str, float]:
+    """All advice at once: the smallest step, and the most of everything else."""
+    found: dict[str, float] = {}
+    for settings in advised:
+        for name, value in settings.items():
+            pick = min if name == "step_size" else max
+            found[name] = pick(found.get(name, value), value)
+    return found
+
+
+def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) -> str | None:
+    """What to type to follow the advice of a verdict: more of the same run or, with other settings, another one."""
+    settings = verdict["settings"]
+    if not settings or "source" not in config:
+        return None
+    flags = " ".join(f"--{name.replace('_', '-')} {value:.15g}" for name, value in settings.items())
+    # A run that stops by itself has had what it wanted, and takes no more draws.
+    if settings.keys() <= {"draws", "chains"} and not config.get("until") and not config.get("minutes"):
+        return f"jostle extend {shlex.quote(str(out))} {flags}"
+    number = next(number for number in itertools.count(2) if not Path(f"{out}-{number}").exists())
+    places = [shlex.quote(f"{out}-{number}"), "--config", shlex.quote(str(out / "config.yaml"))]
+    return f"jostle run {' '.join(places)} {flags}"
 
 
 def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> str:
@@ -63,6 +97,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
     failed, chains = found["failed_chains"], found["chains"]
     step_size = config["sampler"].get("step_size")
     smaller = "lower --step-size" + (f" (to about {_two_digits(step_size / 4)})" if step_size else "")
+    shorter = _set(step_size=step_size / 4) if step_size else {}
     for failure in failed:
         yield Reason(
             "unreliable" if 2 * len(failed) >= config["chains"] else "doubtful",
@@ -70,6 +105,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             failure["step"],
             f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}",
             f"{smaller}, or raise --localization: the chains that are left stand at the same brink",
+            shorter,
         )
     if chains == 0:
         return
@@ -83,7 +119,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         )
         return
     unstable = False
-    for reason in _unstable(found, chains, smaller):
+    for reason in _unstable(found, chains, smaller, shorter):
         unstable = True
         yield reason
     if "unknown" in found:
@@ -100,10 +136,11 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             chains,
             "a single chain (or antithetic pair) cannot show that it missed something",
             "sample with --chains 4",
+            _set(chains=4),
         )
 
 
-def _unstable(found: Mapping[str, Any], chains: int, smaller: str) -> Iterator[Reason]:
+def _unstable(found: Mapping[str, Any], chains: int, smaller: str, shorter: Mapping[str, float]) -> Iterator[Reason]:
     """Chains that left, or are leaving, what they should sample."""
     away = found.get("runaway", {}).get("chains", [])
     if away:
@@ -113,7 +150,7 @@ def _unstable(found: Mapping[str, Any], chains: int, smaller: str) -> Iterator[R
             finding = f"the mean loss grows without end (mean loss {where}): the step size is too large to be stable"
         else:
             finding = f"chain {_listed(away)} runs away late (mean loss {where})"
-        yield Reason("unreliable", "runaway", trail["excess"], finding, smaller)
+        yield Reason("unreliable", "runaway", trail["excess"], finding, smaller, shorter)
     coefficient = found["local_learning_coefficient"]
     heat = coefficient["temperature_at_least"]
     error = coefficient["standard_error"] or 0.0
@@ -125,6 +162,7 @@ def _unstable(found: Mapping[str, Any], chains: int, smaller: str) -> Iterator[R
             f"n_beta times the rise of the mean loss is {heat:.3g} times half the number of weights, the most that a "
             "quadratic loss allows: the step (or the noise of small batches) heats the chain",
             smaller,
+            shorter,
         )
     rise, center = found["rise"], abs(found["mean_loss_at_center"] or 0.0)
     if rise > max(RISE_DOUBTFUL, center / 2):
@@ -134,6 +172,7 @@ def _unstable(found: Mapping[str, Any], chains: int, smaller: str) -> Iterator[R
             rise,
             f"the mean loss is {rise:.3g} nats above w*: the chain left the neighbourhood",
             f"{smaller} or raise --localization",
+            shorter,
         )
 
 
@@ -148,21 +187,26 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
             draws,
             f"chains of {draws} draws are too short to tell how many are effective",
             f"raise --draws to {ENOUGH_DRAWS} or more",
+            _set(draws=ENOUGH_DRAWS),
         )
         return
     # Chains that disagree need the slower of both times: their own, and the one that their disagreement shows.
     slowest = max(found["autocorrelation_time"], total / effective)
     steps, memory = last_step(config), memory_in_steps(config)
-    burn_in = _two_digits(max(config["burn_in"] + 3 * slowest * thin, 3 * memory if memory else 0))
+    longer = max(config["burn_in"] + 3 * slowest * thin, 3 * memory if memory else 0)
+    burn_in = _two_digits(longer)
     reasons = []
     if effective < ENOUGH_DRAWS:
-        advice = []
+        advice, settings = [], {}
         if slowest > 2:
-            wanted = _two_digits(max(thin * slowest, memory if memory and memory > steps else 0))
-            advice.append(f"raise --thin to {'at least' if effective < 5 * found['chains'] else 'about'} {wanted}")
+            wanted = max(thin * slowest, memory if memory and memory > steps else 0)
+            roughly = "at least" if effective < 5 * found["chains"] else "about"
+            advice.append(f"raise --thin to {roughly} {_two_digits(wanted)}")
+            settings |= _set(thin=wanted)
         # Draws that are one autocorrelation time apart are worth about three quarters of independent ones.
         if 0.75 * total < ENOUGH_DRAWS:
             advice.append(f"raise --draws to {_two_digits(ENOUGH_DRAWS / 0.75 / found['chains'])}")
+            settings |= _set(draws=ENOUGH_DRAWS / 0.75 / found["chains"])
         reasons.append(
             Reason(
                 "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
@@ -170,6 +214,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 effective,
                 f"{effective:.0f} effective draws of {total} (± {effective**-0.5:.2f} on a correlation)",
                 " and ".join(advice) or "raise --thin",
+                settings or _set(thin=2 * thin),
             )
         )
     r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
@@ -182,6 +227,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 r_hat,
                 f"chains disagree with each other or with themselves (R-hat {r_hat:.2f})",
                 f"raise --burn-in to about {burn_in}, and --thin",
+                _set(burn_in=longer, thin=max(thin * slowest, 2 * thin)),
             )
         )
     moved = found["drift"]
@@ -195,6 +241,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 f"the mean loss still {direction} along the chains (by {abs(moved['change']):.2g} nats, "
                 f"{abs(moved['standard_errors']):.0f} standard errors)",
                 f"raise --burn-in to about {burn_in}",
+                _set(burn_in=longer),
             )
         )
     # By itself it is no reason: where curvature holds every direction that matters, chains forget sooner.
@@ -206,6 +253,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
             f"chains have hardly left w*: {steps} steps, and forgetting it takes up to 2/(step size · localization) = "
             f"{memory:.3g}",
             f"raise --thin to about {_two_digits(memory)}, or take longer steps",
+            _set(thin=memory),
         )
     yield from reasons
 
@@ -225,12 +273,14 @@ def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
         level: Level = "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful"
         # Spearman and Brown's formula again: how many times the draws would bring a half up to the threshold.
         factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
+        settings: dict[str, float] = {}
         if found["effective_draws"] is None or found["effective_draws"] < ENOUGH_DRAWS:
             advice = "get more effective draws"
         elif factor > MOST_TIMES_THE_DRAWS:
             advice = "their scores hardly differ: lower --localization, or move other --weights, rather than draw more"
         else:
             advice = f"raise --draws to about {_two_digits(config['draws'] * factor)}"
+            settings = _set(draws=config["draws"] * factor)
         yield Reason(
             level,
             "scores disagree",
@@ -238,6 +288,7 @@ def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
             f"{what} rank training examples differently (Spearman {rank:.2f}; {overlap:.0%} of the top "
             f"{found['agreement']['top']} in common)",
             advice,
+            settings,
         )
         return
 
@@ -264,6 +315,12 @@ def _two_digits(value: float) -> str:
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     rounded = math.ceil(value / unit - 1e-9) * unit
     return f"{rounded:.2g}" if rounded < 1 else f"{math.ceil(rounded - 1e-9):d}"
+
+
+def _set(**settings: float) -> dict[str, float]:
+    """Settings to the two digits that are shown of them; none where there is no number to show."""
+    rounded = {name: _two_digits(value) for name, value in settings.items()}
+    return {name: float(value) for name, value in rounded.items() if value != "more"}
 
 
 def _listed(chains: list[int]) -> str:

@@ -6,7 +6,6 @@ import { CompareView } from "jostle/compare.js";
 import { HealthView } from "jostle/health.js";
 import { ImagesView } from "jostle/images.js";
 import { MapView } from "jostle/map.js";
-import { comparable } from "jostle/runs.js";
 import { TokensView } from "jostle/tokens.js";
 
 const REFRESH = 3000;
@@ -19,7 +18,7 @@ const VIEWS = {
   compare: {
     title: "Compare",
     make: CompareView,
-    fits: (run, runs) => comparable(run, runs).length > 0,
+    fits: (run, runs) => runs.length > 1 && run.kind !== "problem",  // where nothing fits, it says why
   },
 };
 

@@ -4,7 +4,7 @@ import { ask } from "jostle/api.js";
 import { choice, element, excerpt, svg } from "jostle/dom.js";
 import { Plot, walk } from "jostle/draw.js";
 import { named, pictures } from "jostle/images.js";
-import { comparable, methodName } from "jostle/runs.js";
+import { comparable, incomparable, methodName } from "jostle/runs.js";
 
 export class CompareView {
   constructor(app, run) {
@@ -20,6 +20,12 @@ export class CompareView {
   async update(state) {
     const others = comparable(this.run, this.app.runs);
     const other = others.find((run) => run.run === Number(state.other)) ?? others[0];
+    if (other === undefined) {
+      this.element.replaceChildren(element("p", { class: "quiet" }, incomparable(this.run, this.app.runs)));
+      this.shown = undefined;
+      this.element.dataset.ready = "nothing";
+      return;
+    }
     const queries = await this.app.examples("query");
     const query = queries.find((example) => example.index === Number(state.query ?? queries[0].index)) ?? queries[0];
     const ranks = state.scale === "ranks";
