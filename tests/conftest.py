@@ -22,6 +22,18 @@ Says = Callable[[str, str, int], None]
 RECORDS = pytest.StashKey[dict[str, Any]]()
 
 
+LONGEST = (
+    "ways", "survival", "sharding", "cli", "ground_truth", "ranks", "calibration", "digits_retraining",
+    "retraining_experiments", "attributors", "viewer", "evaluate", "language_demo", "diagnose", "fuzz", "stores",
+)  # fmt: skip
+"""Files of tests that take longest, which begin first: whoever takes one last would keep all other cores waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="write the measured numbers to this JSON file")
     parser.addoption("--errors", type=Path, help="write what is said of bad input and faults to this page")

@@ -129,19 +129,19 @@ def test_minibatches_add_the_noise_of_the_lyapunov_equation(record: Record) -> N
 def test_error_falls_with_the_root_of_the_draws(record: Record) -> None:
     problem = LinearGaussian.random(samples=8, weights=3, n_beta=24, localization=20)
     step_size = 1.2 / np.linalg.eigvalsh(problem.precision)[-1]
-    run = sample(problem, jostle.SGLD(step_size=step_size), draws=2000, thin=4)
+    # Each of the 64 chains is an independent repetition: the errors are known to about 4 %, the slope to 0.015.
+    run = sample(problem, jostle.SGLD(step_size=step_size), draws=632, thin=4)
     truth = problem.loss_covariance(problem.sgld_covariance(step_size))
     losses = np.asarray(run.traces.losses("train")[:])
-    lengths = np.array([20, 63, 200, 632, 2000])
-    # Every chain is an independent repetition.
+    lengths = np.array([20, 63, 200, 632])
     errors = [
         np.sqrt(np.mean([(reference.covariance(c[None, :T], c[None, :T]) - truth) ** 2 for c in losses]))
         for T in lengths
     ]
     slope = np.polyfit(np.log(lengths), np.log(errors), 1)[0]
-    record(slope=slope, error_ratio_over_100_times_the_draws=errors[0] / errors[-1])
+    record(slope=slope, error_ratio_over_32_times_the_draws=errors[0] / errors[-1])
     assert slope == pytest.approx(-0.5, abs=0.06)
-    assert errors[0] / errors[-1] == pytest.approx(10, rel=0.25)
+    assert errors[0] / errors[-1] == pytest.approx(31.6**0.5, rel=0.2)
 
 
 def test_the_global_bif_with_a_prior() -> None:

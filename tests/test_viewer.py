@@ -412,7 +412,9 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, page: Any) -> None:
         page.locator("[data-view=compare]").click()
         page.wait_for_selector(".compare-view[data-ready]")
         said = page.locator(".compare-view").inner_text()
-        assert said.startswith("Nothing to compare with: scores are compared for the same training examples and the same")
+        assert said.startswith(
+            "Nothing to compare with: scores are compared for the same training examples and the same"
+        )
         assert said.endswith("(three: 12 and 3; two: 12 and 2).")
     with served(*runs) as address:
         page.goto(address + "#view=compare")
