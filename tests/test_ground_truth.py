@@ -129,7 +129,7 @@ def test_minibatches_add_the_noise_of_the_lyapunov_equation(record: Record) -> N
 def test_error_falls_with_the_root_of_the_draws(record: Record) -> None:
     problem = LinearGaussian.random(samples=8, weights=3, n_beta=24, localization=20)
     step_size = 1.2 / np.linalg.eigvalsh(problem.precision)[-1]
-    # Each of the 64 chains is an independent repetition: the errors are known to about 4 %, the slope to 0.015.
+    # Every chain is an independent repetition.
     run = sample(problem, jostle.SGLD(step_size=step_size), draws=632, thin=4)
     truth = problem.loss_covariance(problem.sgld_covariance(step_size))
     losses = np.asarray(run.traces.losses("train")[:])
