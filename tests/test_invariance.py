@@ -218,7 +218,7 @@ def test_resumed_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), out=str(out))
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, env=environment)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(out.glob("state/*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)

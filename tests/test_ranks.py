@@ -116,14 +116,14 @@ def start(count: int, out: Path, *, work: Work = sampled, silence: float = 60.0,
 def end(processes: list[BaseProcess], out: Path) -> list[str | None]:
     """Wait for all ranks, and return what each of them said last."""
     for process in processes:
-        process.join(120)
+        process.join(300)
         assert process.exitcode is not None, "a rank does not end"
     paths = [out.parent / f"{out.name}-{rank}.txt" for rank in range(len(processes))]
     return [path.read_text() if path.exists() else None for path in paths]
 
 
 def await_checkpoints(out: Path, chains: int, *, since: float = 0.0) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
             if sum(path.stat().st_mtime > since for path in out.glob("state/*.safetensors")) >= chains:
@@ -304,7 +304,7 @@ def test_torchrun_and_a_rank_that_is_killed(restarts: int, alone: jostle.Run, tm
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = {worker: Path(f"/proc/{worker}/environ").read_bytes().split(b"\0") for worker in children}
     os.kill(next(int(worker) for worker, variables in ranks.items() if b"RANK=1" in variables), signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     if restarts:  # it goes on by itself
         assert process.returncode == 0, said
         assert_same(out, alone)
@@ -323,7 +323,7 @@ def test_rank_zero_calibrates_for_all(tmp_path: Path) -> None:
     task, out = tmp_path / "task.py", tmp_path / "run"
     task.write_text(TASK)
     process = torchrun(2, task, out, "--auto")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert len(re.findall(r"^jostle: localization 100: given", said, re.MULTILINE)) == 1
     assert jostle.load(out).config["chains"] == 5
@@ -334,6 +334,6 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(TASK)
     process = torchrun(2, task, tmp_path / "run", "--sampler=sgldd")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert len(re.findall(r"^jostle: rank \d: sampler: got 'sgldd'", said, re.MULTILINE)) == 1
     assert not (tmp_path / "run").exists()

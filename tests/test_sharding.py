@@ -258,7 +258,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     task, out = tmp_path / "task.py", tmp_path / "run"
     task.write_text(TASK)
     process = torchrun(2, task, out, "--shards=2")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     for name, expected in traces(unsharded(tmp_path / "whole")).items():
         np.testing.assert_allclose(traces(jostle.load(out))[name], expected, rtol=2e-5, atol=2e-6)

@@ -155,12 +155,12 @@ def test_a_second_writer_is_told(tmp_path: Path, says: Says) -> None:
     def slow(model: nn.Module) -> Tensor:
         if (tmp_path / "run" / "manifest.json").exists():
             inside.set()
-            leave.wait(60)
+            leave.wait(300)
         return next(model.parameters())[0]
 
     first = threading.Thread(target=lambda: sample(tmp_path / "run", observables={"slow": slow}))
     first.start()
-    assert inside.wait(60)
+    assert inside.wait(300)
     message = r"^out: got .*/run, which another process is writing to, expected one"
     with pytest.raises(jostle.InputError, match=message) as caught:
         sample(tmp_path / "run")

@@ -274,7 +274,7 @@ def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, p
         traces = Traces(run / "traces.zarr", writable=True)
         for name in ("train", "query"):
             traces.record(name, [2], 0, np.asarray(traces.losses(name)[0:1, :20]) + 0.01)
-        page.wait_for_selector(".progress:has-text('20, 20, 20')", timeout=20_000)
+        page.wait_for_selector(".progress:has-text('20, 20, 20')", timeout=60_000)
         assert re.search(r"about \d+ (s|min) left", page.locator(".time-left").inner_text())
         # It finishes.
         for name in ("train", "query"):
@@ -282,7 +282,7 @@ def test_a_run_that_is_still_sampling_shows_progress_and_grows(tmp_path: Path, p
                 traces.record(name, [chain], 20, np.asarray(traces.losses(name)[chain : chain + 1, :20]) + 0.02)
         manifest = json.loads((run / "manifest.json").read_text()) | {"status": "complete", "draws": 40}
         (run / "manifest.json").write_text(json.dumps(manifest))
-        page.wait_for_selector(".verdict h2:not(:has-text('So far'))", timeout=20_000)
+        page.wait_for_selector(".verdict h2:not(:has-text('So far'))", timeout=60_000)
         assert page.locator(".progress").count() == 0
 
 
@@ -296,7 +296,7 @@ def test_the_focus_stays_while_a_run_samples(tmp_path: Path, page: Any) -> None:
         traces = Traces(run / "traces.zarr", writable=True)
         for name in ("train", "query"):
             traces.record(name, [2], 0, np.asarray(traces.losses(name)[0:1, :20]) + 0.01)
-        page.wait_for_selector("header:has-text('20 draws of 3 chains')", timeout=20_000)
+        page.wait_for_selector("header:has-text('20 draws of 3 chains')", timeout=60_000)
         coloured(page)
         assert page.evaluate("[document.activeElement.place, document.activeElement.position]") == before
 
