@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import jostle
-import jostle.chains
 from benchmarks.environment import write_record
+from jostle.checkpoints import Checkpoints
 
 
 class Stopwatch:
@@ -47,9 +47,9 @@ def measure(*, hidden: int, examples: int, draws: int, checkpoint_seconds: float
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     X, y = torch.randn(examples, 64), torch.arange(examples) % 10
-    save, value = jostle.chains.Checkpoints.save, google_crc32c.value
+    save, value = Checkpoints.save, google_crc32c.value
     saving, summing = Stopwatch(save), Stopwatch(value)
-    jostle.chains.Checkpoints.save = lambda *arguments: saving(*arguments)  # type: ignore[method-assign]
+    Checkpoints.save = lambda *arguments: saving(*arguments)  # type: ignore[method-assign]
     google_crc32c.value = summing
     place = Path(tempfile.mkdtemp())
     try:
@@ -64,7 +64,7 @@ def measure(*, hidden: int, examples: int, draws: int, checkpoint_seconds: float
         state = sum(path.stat().st_size for path in (place / "run" / "state").iterdir())
         traces = sum(path.stat().st_size for path in (place / "run" / "traces.zarr").rglob("*") if path.is_file())
     finally:
-        jostle.chains.Checkpoints.save, google_crc32c.value = save, value  # type: ignore[method-assign]
+        Checkpoints.save, google_crc32c.value = save, value  # type: ignore[method-assign]
         shutil.rmtree(place)
     return {
         "moving weights": run.manifest["moving_weights"],

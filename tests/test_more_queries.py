@@ -15,8 +15,9 @@ import jostle
 import jostle.chains
 import test_ranks
 from conftest import Says
-from jostle import layout, randomness
+from jostle import checkpoints, layout, randomness
 from jostle.integrity import examine
+from jostle.recording import TraceRecorder
 from jostle.traces import Traces
 from test_commands import SMALL, jostle_command, place, sources  # noqa: F401
 from test_survival import TASK, X, Y, flip, losses, observed, sample
@@ -122,7 +123,7 @@ def test_cut_off_anywhere(keep_weights: bool, tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, cut)
 
-    for owner, name in ((layout, "_replace"), (layout, "write_tensors"), (jostle.chains, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
+    for owner, name in ((layout, "_replace"), (layout, "write_tensors"), (checkpoints, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
         cutting(owner, name)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     sample(tmp_path / "run", **settings, **more)
@@ -195,7 +196,7 @@ def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     assert examine(tmp_path) == []  # what is there is as it was
     assert losses(jostle.load(tmp_path), "query").shape == (2, 6, 2)
-    monkeypatch.setattr(jostle.chains.TraceRecorder, "flush", fail)
+    monkeypatch.setattr(TraceRecorder, "flush", fail)
     with pytest.raises(jostle.errors.StorageError):
         sample(tmp_path, **MORE)
     monkeypatch.undo()

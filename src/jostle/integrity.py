@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from jostle.chains import load_sums, read_tensors
 from jostle.errors import InputError, StorageError
+from jostle.recording import load_sums
 from jostle.run import Run, check_config, place_of_traces, read_config, read_manifest
+from jostle.tensor_files import read_tensors
 from jostle.traces import Traces
 
 Kind = Literal["damaged", "unfinished", "failed chain"]

@@ -25,7 +25,6 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from jostle._version import __version__
-from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
 from jostle.data import Data
 from jostle.errors import InputError, StorageError
@@ -34,6 +33,7 @@ from jostle.observing import Observer
 from jostle.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.stopping import next_round
 from jostle.stores import Place, check_url, require_free
+from jostle.tensor_files import read_tensors, write_tensors
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 

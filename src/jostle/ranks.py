@@ -51,6 +51,15 @@ class EnoughError(Exception):
     """What all ranks alike raise to leave a run where nothing went wrong."""
 
 
+@contextlib.contextmanager
+def leaving_with_enough() -> Iterator[None]:
+    """Raise what a caller raised to have no more than the plan, once every rank has left in peace."""
+    try:
+        yield
+    except EnoughError as enough:
+        raise enough.__cause__ or enough from None
+
+
 Value = TypeVar("Value")
 _runs = itertools.count()
 _alone = ContextVar("alone", default=False)

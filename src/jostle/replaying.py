@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +15,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.chains import Dynamics, Group
+from jostle.checkpoints import Checkpoints
 from jostle.errors import InputError
+from jostle.layout import write_manifest
 from jostle.observing import Observer
+from jostle.progress import progress_bar
+from jostle.ranks import Ranks
+from jostle.recording import NoRecorder, TraceRecorder
+from jostle.run import place_of_traces
+from jostle.running import Pace, run_chains
 from jostle.traces import Traces
+
+log = logging.getLogger("jostle")
 
 DEVIATION = 0.01
 """How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
@@ -68,17 +82,59 @@ class Replay:
                 group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
 
 
-def try_replay(dynamics: Dynamics, traces: Traces, train: Observer, *, chains: list[int], draws: int) -> None:
+def try_replay(directory: Path, manifest: dict[str, Any], dynamics: Dynamics, train: Observer, *, at_once: int) -> None:
     """Refuse, before anything is changed, a run whose chains would not come by where they were.
 
-    They walk to their second draw; kept weights need no such trial.
+    The first of them walk to their second draw; kept weights need no such trial.
     """
+    traces = Traces(place_of_traces(directory, manifest))
     if traces.keeps_weights:
         return
-    group, config, draw = dynamics.start(chains), dynamics.config, min(1, draws - 1)
+    chains = _not_failed(manifest, range(manifest["planned"]["chains"]))[:at_once]
+    group, config, draw = dynamics.start(chains), dynamics.config, min(1, manifest["draws"] - 1)
     while group.step < config.burn_in + draw * config.thin:
         dynamics.advance(group)
     _require_same(dynamics, traces, train, group, draw)
+
+
+def replay_queries(
+    directory: Path,
+    manifest: dict[str, Any],
+    ranks: Ranks,
+    dynamics: Dynamics,
+    added: Observer,
+    train: Observer,
+    *,
+    pace: Pace,
+    shown: bool,
+) -> None:
+    """Observe queries that were added at the draws that are recorded."""
+    there = manifest["replay"]
+    log.info("%d queries are added to %d", added.columns.samples, there["queries"])
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
+    own = _not_failed(manifest, ranks.chains(there["chains"], pace.at_once))
+    with progress_bar(shown, len(own) * replay.config.steps[-1], {"query": added}) as report:
+        failures, _ = run_chains(
+            replay,
+            TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder(),
+            Checkpoints(directory / "replay"),
+            pace,
+            chains=own,
+            report=report,
+        )
+    gathered = ranks.gather([dataclasses.asdict(failure) for failure in failures] if ranks.crew.leads else [])
+    manifest["failed_chains"] += [failure for theirs in gathered for failure in theirs]
+    del manifest["replay"]
+    if ranks.leads:
+        # Before it is said: no later replay may begin with these.
+        shutil.rmtree(directory / "replay", ignore_errors=True)
+        write_manifest(directory, manifest)
+
+
+def _not_failed(manifest: dict[str, Any], chains: Iterable[int]) -> list[int]:
+    failed = {failure["chain"] for failure in manifest["failed_chains"]}
+    return [chain for chain in chains if chain not in failed]
 
 
 def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Group, draw: int) -> None:

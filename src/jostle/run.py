@@ -12,7 +12,6 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle import plots
-from jostle.chains import load_sums, read_tensors
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
@@ -23,8 +22,10 @@ from jostle.estimate import (
     covariance,
     covariance_from_sums,
 )
+from jostle.recording import load_sums
 from jostle.scores import Scores
 from jostle.stores import Place, check_url
+from jostle.tensor_files import read_tensors
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
 from jostle.viewer.report import Inline, write_report
 from jostle.viewer.sources import RunSource

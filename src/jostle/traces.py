@@ -121,48 +121,35 @@ class Traces:
         ``weights`` says how many weights of every draw are kept, and in which precision.
         """
         with reaching(place):
+            about = {"format": FORMAT}
             try:
-                cls._lay_out(place, chains, steps, dtype, sets, observables, weights, overwrite)
+                root = zarr.create_group(place, zarr_format=3, attributes=about, overwrite=overwrite, **options(place))
             except zarr.errors.ContainsGroupError as error:
                 raise occupied(place) from error
+            for name, columns in sets.items():
+                group = root.create_group(name)
+                axis = "token" if columns.per_token else "sample"
+                coordinates = {"chain": np.arange(chains), "step": np.asarray(steps)}
+                _create(group, "chain", coordinates["chain"], ("chain",))
+                _create(group, "step", coordinates["step"], ("draw",))
+                extra = ["step"]
+                if columns.offsets is not None:
+                    assert columns.positions is not None
+                    owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+                    _create(group, "offsets", columns.offsets, ("boundary",))
+                    _create(group, "sample", owner, ("token",))
+                    _create(group, "position", columns.positions, ("token",))
+                    extra += ["sample", "position"]
+                empty = np.full(columns.total, np.nan, dtype)
+                _create(group, "center_losses", empty, (axis,))
+                _create_trace(group, "losses", (chains, len(steps), columns.total), dtype, axis, extra)
+            if observables:
+                group = root.create_group("observables")
+                for name, size in observables.items():
+                    _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
+            if weights is not None:
+                _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
         return cls(place, writable=True)
-
-    @staticmethod
-    def _lay_out(
-        place: Place,
-        chains: int,
-        steps: Sequence[int],
-        dtype: np.dtype,
-        sets: Mapping[str, Columns],
-        observables: Mapping[str, int],
-        weights: tuple[int, np.dtype] | None,
-        overwrite: bool,
-    ) -> None:
-        about = {"format": FORMAT}
-        root = zarr.create_group(place, zarr_format=3, attributes=about, overwrite=overwrite, **options(place))
-        for name, columns in sets.items():
-            group = root.create_group(name)
-            axis = "token" if columns.per_token else "sample"
-            coordinates = {"chain": np.arange(chains), "step": np.asarray(steps)}
-            _create(group, "chain", coordinates["chain"], ("chain",))
-            _create(group, "step", coordinates["step"], ("draw",))
-            extra = ["step"]
-            if columns.offsets is not None:
-                assert columns.positions is not None
-                owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
-                _create(group, "offsets", columns.offsets, ("boundary",))
-                _create(group, "sample", owner, ("token",))
-                _create(group, "position", columns.positions, ("token",))
-                extra += ["sample", "position"]
-            empty = np.full(columns.total, np.nan, dtype)
-            _create(group, "center_losses", empty, (axis,))
-            _create_trace(group, "losses", (chains, len(steps), columns.total), dtype, axis, extra)
-        if observables:
-            group = root.create_group("observables")
-            for name, size in observables.items():
-                _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
-        if weights is not None:
-            _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
 
     def columns(self, name: str) -> Columns:
         """Return what the columns of a set are."""
