@@ -22,6 +22,17 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._before, self._started = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long these chains have run, with what `go_on_from` was told."""
+        return self._before + time.perf_counter() - self._started
+
+    def go_on_from(self, seconds: float) -> None:
+        """Count on from so many seconds, or from those of the last checkpoint, which are more after an interruption."""
+        there = [read_metadata(path).get("seconds", 0.0) for path in self._directory.glob("*.safetensors")]
+        self._before, self._started = max(seconds, *there, 0.0), time.perf_counter()
 
     def _path(self, chain: int) -> Path:
         return self._directory / f"chain-{chain:04d}.safetensors"
@@ -39,7 +50,7 @@ class Checkpoints:
                 tensors[f"statistics/{name}"] = model.gather(value[row]) if per_weight else value[row]
             tensors |= {f"recorder/{name}": value for name, value in recorder.unfinished(chain).items()}
             if model.crew.leads:
-                write_tensors(self._path(chain), tensors, {"step": group.step})
+                write_tensors(self._path(chain), tensors, {"step": group.step, "seconds": self.seconds})
 
     def steps(self, chains: Iterable[int]) -> dict[int, int]:
         """Return the step at which each chain can go on."""

@@ -16,6 +16,7 @@ from jostle.config import Config, require_whole
 from jostle.execution import Execution, choose
 from jostle.execution import prepare as make_ready
 from jostle.in_place import InPlace
+from jostle.integrity import require_undamaged
 from jostle.layout import (
     ADDING_QUERIES,
     await_run,
@@ -162,7 +163,7 @@ class Job:
         """Read the manifest of the run that is there, if it is this one; return whether anything is left to do."""
 
         def opened() -> dict[str, Any] | None:
-            return open_run(
+            manifest = open_run(
                 self._directory,
                 self._known,
                 self._config,
@@ -171,13 +172,16 @@ class Job:
                 self._queries,
                 keep_weights=self._kept.weights,
             )
+            if manifest is not None and self._changes(manifest):
+                require_undamaged(self._directory)
+            return manifest
 
         self._manifest = self._ranks.share(opened)
-        if self._manifest is None:
-            return True
-        there = self._manifest["fingerprints"]
-        self._changed = [name for name, ours in self._known.items() if there.get(name) != ours]
-        return self._manifest["status"] != "complete" or bool(self._changed)
+        return self._manifest is None or self._manifest["status"] != "complete" or bool(self._changes(self._manifest))
+
+    def _changes(self, manifest: dict[str, Any]) -> list[str]:
+        """What of a run is more now than what is there: its config, with more chains or draws, or its queries."""
+        return [name for name, ours in self._known.items() if manifest["fingerprints"].get(name) != ours]
 
     def choose(self) -> None:
         """Choose how the chains run, unless that was done when the run began, and make them ready."""
@@ -213,6 +217,7 @@ class Job:
             self._go_on(self._manifest)
         self._manifest = self._ranks.share(lambda: self._manifest)
         await_run(self._directory, self._ranks.rank)
+        self._ranks.laid_out = True
         groups = -(-self._config.chains // self._execution.chains_at_once)
         if self._ranks.leads and groups < self._ranks.crews:
             idle = (self._ranks.crews - groups) * self._manner.shards
@@ -253,7 +258,7 @@ class Job:
         return choose_thin(self._dynamics, probes, at_once=self._execution.chains_at_once, interrupted=interrupted)
 
     def _go_on(self, manifest: dict[str, Any]) -> None:
-        if "query" in self._changed and self._ranks.first_crew:
+        if "query" in self._changes(manifest) and self._ranks.first_crew:
             train, at_once = self._prepared.observers["train"], self._execution.chains_at_once
             try_replay(self._directory, manifest, self._dynamics, train, at_once=at_once)
 

@@ -123,9 +123,10 @@ class TraceRecorder(NoRecorder):
             writing.result()  # an error of the disk's is raised here
 
     def flush(self) -> None:
-        """Write what is buffered, and see that it is written."""
+        """Write what is buffered, and see that it is on the disk before a checkpoint counts it."""
         self._write()
         self._wait()
+        self._traces.sync()
 
 
 class CovarianceRecorder:

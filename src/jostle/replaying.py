@@ -17,7 +17,7 @@ from torch import Tensor
 from jostle.chains import Dynamics, Group
 from jostle.checkpoints import Checkpoints
 from jostle.errors import InputError
-from jostle.layout import write_manifest
+from jostle.layout import withdraw_queries, write_manifest
 from jostle.observing import Observer
 from jostle.progress import progress_bar
 from jostle.ranks import Ranks
@@ -32,6 +32,10 @@ DEVIATION = 0.01
 """How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
 
 
+class NotFiniteError(Exception):
+    """A query that was added has a loss that is not finite, at a draw where all that is recorded is."""
+
+
 class Replay:
     """The chains of a run again, at the draws that are recorded, where only what was added is looked at.
 
@@ -43,12 +47,16 @@ class Replay:
         dynamics: how the chains move.
         traces: what is recorded.
         draws: of each chain.
+        first: how many queries there were; those that were added are counted from here.
         added: observes the queries that were added.
         train: observes the training examples.
     """
 
-    def __init__(self, dynamics: Dynamics, traces: Traces, *, draws: int, added: Observer, train: Observer) -> None:
-        self._dynamics, self._traces, self._added, self._train = dynamics, traces, added, train
+    def __init__(
+        self, dynamics: Dynamics, traces: Traces, *, draws: int, first: int, added: Observer, train: Observer
+    ) -> None:
+        self._dynamics, self._traces = dynamics, traces
+        self._first, self._added, self._train = first, added, train
         self.model = dynamics.model
         self._kept = traces.trace("weights") if traces.keeps_weights else None
         config = dataclasses.replace(dynamics.config, draws=draws, until=None, minutes=None)
@@ -74,7 +82,15 @@ class Replay:
         draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
         if self._kept is None and draw in (min(1, last), last):
             _require_same(self._dynamics, self._traces, self._train, group, draw)
-        return {"query": self._added(self.model, group.weights)}
+        losses = self._added(self.model, group.weights)
+        finite = self.model.crew.all(torch.isfinite(losses))
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            number = self._first + self._added.columns.owner(column)
+            raise NotFiniteError(
+                f"query {number}, whose loss is {losses[row, column]:g} at draw {draw} of chain {group.chains[row]}"
+            )
+        return {"query": losses}
 
     def _read(self, group: Group) -> None:
         if self._kept is not None:
@@ -108,23 +124,41 @@ def replay_queries(
     pace: Pace,
     shown: bool,
 ) -> None:
-    """Observe queries that were added at the draws that are recorded."""
+    """Observe queries that were added at the draws that are recorded.
+
+    Raises:
+        InputError: a loss of one of them is not finite at some draw; the run is put back to what it was without them.
+    """
     there = manifest["replay"]
     log.info("%d queries are added to %d", added.columns.samples, there["queries"])
     traces = Traces(place_of_traces(directory, manifest), writable=True)
-    replay = Replay(dynamics, traces, draws=there["draws"], added=added, train=train)
+    replay = Replay(dynamics, traces, draws=there["draws"], first=there["queries"], added=added, train=train)
     own = _not_failed(manifest, ranks.chains(there["chains"], pace.at_once))
+    recorder = TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder()
+    refused: str | None = None
     with progress_bar(shown, len(own) * replay.config.steps[-1], {"query": added}) as report:
-        failures, _ = run_chains(
-            replay,
-            TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder(),
-            Checkpoints(directory / "replay"),
-            pace,
-            chains=own,
-            report=report,
+        try:
+            failures, _ = run_chains(
+                replay, recorder, Checkpoints(directory / "replay"), pace, chains=own, report=report
+            )
+            if failures:
+                refused = f"chain {failures[0].chain}, whose {failures[0].reason} as they had not before"
+        except NotFiniteError as error:
+            recorder.flush()  # nothing of it is still being written when it is taken back
+            refused = str(error)
+    gathered = ranks.gather(refused)
+
+    def verdict() -> str | None:
+        refused = next((words for words in gathered if words), None)
+        if refused:
+            withdraw_queries(directory, manifest)
+        return refused
+
+    refused = ranks.share(verdict)
+    if refused:
+        raise InputError(
+            "query", got=refused, expected="finite losses at every draw", fix="leave it out: the run is as it was"
         )
-    gathered = ranks.gather([dataclasses.asdict(failure) for failure in failures] if ranks.crew.leads else [])
-    manifest["failed_chains"] += [failure for theirs in gathered for failure in theirs]
     del manifest["replay"]
     if ranks.leads:
         # Before it is said: no later replay may begin with these.

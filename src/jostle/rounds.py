@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class Rounds:
         else:
             self._recorder = CovarianceRecorder(directory / "covariance.safetensors", observers, self._config.draws)
         self._checkpoints = Checkpoints(directory / "state")
-        self._before, self._started = manifest["seconds"]["sampling"], time.perf_counter()
+        self._checkpoints.go_on_from(manifest["seconds"]["sampling"])
 
     def sample(self, report: Callable[[Progress], None]) -> None:
         """Run the chains until there is no other round."""
@@ -66,7 +65,7 @@ class Rounds:
             failures = [failure for theirs, _ in gathered for failure in theirs]
             manifest["failed_chains"] += sorted(failures, key=lambda failure: (failure["step"], failure["chain"]))
             manifest["draws"] = draws
-            manifest["seconds"]["sampling"] = self._before + time.perf_counter() - self._started
+            manifest["seconds"]["sampling"] = self._checkpoints.seconds
             remarks += [remark for _, theirs in gathered for remark in theirs]
             if self._traces is not None and config.until and len(self._healthy):
                 manifest["measured"] = measure(config, self._traces, self._healthy)

@@ -134,10 +134,10 @@ def attribute(
 
     Raises:
         InputError: something passed cannot be used. Nothing has been written then.
-        ChainsFailedError: every chain left the finite numbers.
+        ChainsFailedError: every chain left the finite numbers, or one of every antithetic pair did.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint; call again with the same arguments to go on.
         StorageError: the directory cannot be written to; what was recorded is kept, and the same call goes on.
-        RankLostError: another rank is gone, after a checkpoint; the same holds.
+        RankLostError: another rank failed or is gone; what was recorded is kept.
     """
     began = time.perf_counter()
     check_kinds(model, loss, potential_loss, posterior, sampler)
@@ -243,10 +243,10 @@ def attribute(
 def _tell(run: Run, *, warn: bool) -> None:
     """Warn of failed chains and of what the sampler remarks; raise where no chain is left."""
     failed = run.manifest["failed_chains"]
-    if len(failed) == run.config["chains"]:
+    if not len(run.healthy_chains):
         first = failed[0]
         raise ChainsFailedError(
-            f"all {len(failed)} chains failed, the first at step {first['step']} ({first['reason']}): lower "
+            f"{run.why_no_chain}, the first at step {first['step']} ({first['reason']}): lower "
             f"step_size or n_beta, or raise localization"
         )
     if not warn:

@@ -19,9 +19,12 @@ is NaN.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -60,6 +63,16 @@ class Columns:
         """Whether a column is a token."""
         return self.offsets is not None
 
+    def first(self, samples: int) -> Columns:
+        """Return those of the first so many samples."""
+        if self.offsets is None or self.positions is None:
+            return Columns(samples)
+        return Columns(samples, self.offsets[: samples + 1], self.positions[: self.offsets[samples]])
+
+    def owner(self, column: int) -> int:
+        """Return whose column it is."""
+        return column if self.offsets is None else int(np.searchsorted(self.offsets, column, side="right")) - 1
+
     def positions_of(self, sample: int) -> list[int]:
         """Return where in its sequence each scored token of a sample stands."""
         return [] if self.positions is None else self.positions[self.of(sample)].tolist()
@@ -83,6 +96,7 @@ class Traces:
 
     def __init__(self, place: Place, *, writable: bool = False) -> None:
         self.place = place
+        self._written: set[Path] = set()
         try:
             self._root = zarr.open_group(place, mode="r+" if writable else "r", zarr_format=3, **options(place))
             self.sets = tuple(name for name in ("train", "query") if name in self._root)
@@ -206,11 +220,31 @@ class Traces:
         with reaching(self.place):
             self.require_there()
             array = self._array(f"{name}/losses" if name in self.sets else name)
+            self._note_written(array, chains, draws, first_column)
             if list(chains) == list(range(chains[0], chains[-1] + 1)):
                 array[chains[0] : chains[-1] + 1, draws, first_column:] = values
                 return
             for chain, rows in zip(chains, values, strict=True):
                 array[chain, draws, first_column:] = rows
+
+    def _note_written(self, array: zarr.Array, chains: Sequence[int], draws: slice, first_column: int) -> None:
+        """Remember which files a block of draws is in."""
+        if isinstance(self.place, Path):
+            rows = range(draws.start // array.chunks[1], (draws.stop - 1) // array.chunks[1] + 1)
+            columns = range(first_column // array.chunks[2], -(-array.shape[2] // array.chunks[2]))
+            place = self.place / array.path / "c"
+            self._written |= {place / f"{c}/{r}/{k}" for c in chains for r in rows for k in columns}
+
+    def sync(self) -> None:
+        """See that what was recorded is on the disk, also after a power cut; a store elsewhere sees to it itself."""
+        written, self._written = self._written, set()
+        for path in sorted(written | {path.parent for path in written}):
+            with contextlib.suppress(FileNotFoundError):  # a chunk without a number in it is not written
+                opened = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(opened)
+                finally:
+                    os.close(opened)
 
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""
