@@ -34,12 +34,7 @@ def require_undamaged(directory: Path) -> None:
     """Refuse a run that is damaged before anything is added to it; kept weights are looked at where they are read."""
     damaged = [finding.what for finding in examine(directory, kept_weights=False) if finding.kind == "damaged"]
     if damaged:
-        raise InputError(
-            "out",
-            got=f"{directory}, which is damaged ({damaged[0]})",
-            expected="a whole run to add to",
-            fix="put it back from a copy, or sample again into another directory",
-        )
+        raise InputError("out", got=f"{directory}, which is damaged", expected="a whole run to add to", fix=damaged[0])
 
 
 def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
