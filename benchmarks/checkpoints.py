@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoints --record benchmarks/records/checkpoints.json
 
-The time of every checkpoint, and of every checksum of a chunk of a trace or of a checkpoint, is taken inside of a run,
-and compared to the time of the run. Processor time, since others may use the machine; what waits for the disk (fsync)
-is in the wall-clock time beside it.
+The time of every checkpoint, of seeing that the chunks before it are on the disk (fsync), and of every checksum of a
+chunk of a trace or of a checkpoint, is taken inside of a run, and compared to the time of the run. Processor time,
+since others may use the machine; what waits for the disk is in the wall-clock time beside it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 import jostle
-import jostle.chains
 from benchmarks.environment import write_record
+from jostle.checkpoints import Checkpoints
+from jostle.traces import Traces
 
 
 class Stopwatch:
@@ -47,9 +48,10 @@ def measure(*, hidden: int, examples: int, draws: int, checkpoint_seconds: float
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     X, y = torch.randn(examples, 64), torch.arange(examples) % 10
-    save, value = jostle.chains.Checkpoints.save, google_crc32c.value
-    saving, summing = Stopwatch(save), Stopwatch(value)
-    jostle.chains.Checkpoints.save = lambda *arguments: saving(*arguments)  # type: ignore[method-assign]
+    save, sync, value = Checkpoints.save, Traces.sync, google_crc32c.value
+    saving, syncing, summing = Stopwatch(save), Stopwatch(sync), Stopwatch(value)
+    Checkpoints.save = lambda *arguments: saving(*arguments)  # type: ignore[method-assign]
+    Traces.sync = lambda *arguments: syncing(*arguments)  # type: ignore[method-assign]
     google_crc32c.value = summing
     place = Path(tempfile.mkdtemp())
     try:
@@ -64,7 +66,7 @@ def measure(*, hidden: int, examples: int, draws: int, checkpoint_seconds: float
         state = sum(path.stat().st_size for path in (place / "run" / "state").iterdir())
         traces = sum(path.stat().st_size for path in (place / "run" / "traces.zarr").rglob("*") if path.is_file())
     finally:
-        jostle.chains.Checkpoints.save, google_crc32c.value = save, value  # type: ignore[method-assign]
+        Checkpoints.save, Traces.sync, google_crc32c.value = save, sync, value  # type: ignore[method-assign]
         shutil.rmtree(place)
     return {
         "moving weights": run.manifest["moving_weights"],
@@ -73,6 +75,7 @@ def measure(*, hidden: int, examples: int, draws: int, checkpoint_seconds: float
         "checkpoints": saving.calls,
         "checkpoints, share of processor time": round(saving.cpu / cpu, 5),
         "checkpoints, share of wall-clock time": round(saving.wall / seconds, 5),
+        "chunks on the disk, share of wall-clock time": round(syncing.wall / seconds, 5),
         "checksums, share of processor time": round(summing.cpu / cpu, 5),
         "bytes of state that are kept": state,
         "bytes of traces": traces,

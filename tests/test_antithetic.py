@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import jostle
 from jostle import estimate
-from jostle.errors import ChainFailedWarning
+from jostle.errors import ChainFailedWarning, ChainsFailedError
 from reference import LinearGaussian
 
 LOCALIZATION = 20.0
@@ -194,6 +195,30 @@ def test_a_failed_chain_takes_its_mirror_image_along() -> None:
     assert not {chain ^ 1 for chain in result.failed_chains} & set(healthy.tolist())
     for part in (None, "odd", "even"):
         assert np.isfinite(result.influence(part=part).values).all()
+
+
+@pytest.mark.parametrize("chains", [2, 4])
+def test_the_one_that_failed_of_each_pair_is_named(chains: int, tmp_path: Path) -> None:
+    class FailsAtOnce(jostle.SGLD):
+        """The chains whose noise adds up to more than 0."""
+
+        def step(self, weights: Any, gradient: Any, noise: Any, *others: Any, burning_in: bool) -> Any:
+            moved, after = super().step(weights, gradient, noise, *others, burning_in=burning_in)
+            up.append(bool(noise.sum() > 0))
+            return moved.masked_fill(noise.sum(1, keepdim=True) > 0, float("nan")), after
+
+    up: list[bool] = []
+    with pytest.raises(ChainsFailedError) as caught:
+        run(problem(1.0), FailsAtOnce(step_size=0.05), draws=1, chains=chains, chains_at_once=1, out=tmp_path)
+    failed, others = (", ".join(str(chain) for chain in range(chains) if up[chain] == which) for which in (True, False))
+    words = (
+        f"chain {failed} failed, and chain {others} is left out with it as its mirror image"
+        if chains == 2
+        else f"chains {failed} failed, and chains {others} are left out with them as their mirror images"
+    )
+    assert str(caught.value).startswith(f"{words}, the first at step 1 (weights left the finite numbers)")
+    with pytest.raises(ChainsFailedError, match=f"^{words}: this run has no scores$"):
+        jostle.load(tmp_path).influence()
 
 
 def test_what_cannot_be_mirrored() -> None:

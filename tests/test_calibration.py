@@ -323,6 +323,22 @@ def test_commands(task: list[str], tmp_path: Path) -> None:
     assert "localization " not in again.stderr  # what was chosen then stands
 
 
+@pytest.mark.parametrize("control", [["--kappa", "0", "--sampler", "sgld"], ["--sampler", "gaussian"]], ids=" ".join)
+def test_the_control_without_a_gradient_given_again_is_the_same_run(
+    control: list[str], task: list[str], tmp_path: Path
+) -> None:
+    command = ["run", tmp_path / "run", *task, "--auto", *control]
+    assert jostle_command(*command).exit_code == 0
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    assert jostle.load(tmp_path / "run").config["sampler"] == {"name": "Gaussian"}
+    again = jostle_command(*command)
+    assert again.exit_code == 0, again.stderr
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+    longer = jostle_command(*command, "--draws", "25")
+    assert longer.exit_code == 0, longer.stderr
+    assert jostle.load(tmp_path / "run").draws == 25
+
+
 def test_bad_commands(task: list[str], tmp_path: Path) -> None:
     for arguments, message in (
         (["run", tmp_path / "x", *task, "--rise", "0.1"], "jostle: rise: got no --auto, expected --auto"),

@@ -15,12 +15,16 @@ import jostle
 import jostle.chains
 import test_ranks
 from conftest import Says
-from jostle import layout, randomness
+from jostle import checkpoints, layout, randomness
 from jostle.integrity import examine
+from jostle.recording import TraceRecorder
 from jostle.traces import Traces
 from test_commands import SMALL, jostle_command, place, sources  # noqa: F401
 from test_survival import TASK, X, Y, flip, losses, observed, sample
 
+torch.manual_seed(0)
+WEIGHT = torch.nn.Linear(3, 2).double().weight.detach()
+"""Of `sample`'s model, at w*."""
 FEW, MORE = {"query": (X[:2], Y[:2])}, {"query": (X[:5], Y[:5])}
 
 
@@ -122,7 +126,7 @@ def test_cut_off_anywhere(keep_weights: bool, tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, cut)
 
-    for owner, name in ((layout, "_replace"), (layout, "write_tensors"), (jostle.chains, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
+    for owner, name in ((layout, "_replace"), (layout, "write_tensors"), (checkpoints, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
         cutting(owner, name)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     sample(tmp_path / "run", **settings, **more)
@@ -195,7 +199,7 @@ def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     assert examine(tmp_path) == []  # what is there is as it was
     assert losses(jostle.load(tmp_path), "query").shape == (2, 6, 2)
-    monkeypatch.setattr(jostle.chains.TraceRecorder, "flush", fail)
+    monkeypatch.setattr(TraceRecorder, "flush", fail)
     with pytest.raises(jostle.errors.StorageError):
         sample(tmp_path, **MORE)
     monkeypatch.undo()
@@ -206,6 +210,59 @@ def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: 
         sample(tmp_path, query=(X, Y))
     says("queries for a run that is not finished", str(caught.value), 2)
     assert losses(sample(tmp_path, **MORE), "query").shape == (2, 6, 5)
+
+
+def breaking(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The cross entropy but, far from w*, of inputs beyond 100, which is infinite there."""
+    inputs, _ = batch
+    far = (next(model.parameters()) - WEIGHT).square().sum() > 0.02
+    losses = jostle.losses.classification()(model, batch)
+    return torch.where((inputs[:, 0] > 100) & far, torch.inf, losses)
+
+
+@pytest.mark.parametrize("keep_weights", [False, True], ids=["walking again", "kept weights"])
+def test_a_query_whose_loss_is_not_finite_changes_nothing(
+    keep_weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says
+) -> None:
+    inputs = X.clone()
+    inputs[4, 0] = 1000
+
+    def ask(queries: int, **more: Any) -> jostle.Run:
+        shown = {"query": [{"text": str(i)} for i in range(queries)]}
+        return sample(
+            tmp_path, query=(inputs[:queries], Y[:queries]), train=(X, Y), loss=breaking, chains_at_once=1,
+            keep_weights=keep_weights, examples=shown, source={"queries": queries}, **more,
+        )  # fmt: skip
+
+    def everything() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    influence = ask(2).influence().values
+    before = everything()
+    message = r"^query: got query 4, whose loss is inf at draw [1-5] of chain 0, expected finite losses at every draw"
+    with pytest.raises(jostle.InputError, match=message) as caught:
+        ask(6, draws=9)
+    assert everything() == before
+    if not keep_weights:
+        says("a query whose loss is not finite at some draw", str(caught.value), 2)
+    # Cut off while it is put back: the same again, to the same end.
+    replace = layout._replace
+
+    def cut(path: Path, content: str | bytes) -> None:
+        if path.name == "manifest.json" and isinstance(content, bytes):
+            raise PowerCutError
+        replace(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "_replace", cut)
+        with pytest.raises(PowerCutError):
+            ask(6)
+    with pytest.raises(jostle.InputError, match=message):
+        ask(6)
+    assert everything() == before
+    run = ask(4)
+    assert run.failed_chains == []
+    np.testing.assert_array_equal(run.influence().values[:, :2], influence)
 
 
 # --- the commands ---

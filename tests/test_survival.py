@@ -23,6 +23,7 @@ import jostle
 import jostle.chains
 from conftest import Says
 from jostle import layout, planning
+from jostle.checkpoints import Checkpoints
 from jostle.errors import StorageError
 from jostle.integrity import examine
 from test_commands import SMALL, jostle_command
@@ -111,6 +112,55 @@ def test_extended_after_interruptions(tmp_path: Path, monkeypatch: pytest.Monkey
             jostle.load(tmp_path / "run")
         np.testing.assert_array_equal(losses(sample(tmp_path / "run", **settings)), expected)
         shutil.rmtree(tmp_path / "run")
+
+
+def test_seconds_before_an_interruption_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observe, count = jostle.chains.Dynamics.observe, 0
+
+    def slow(self: Any, group: Any, *others: Any) -> Any:
+        nonlocal count
+        count += 1
+        time.sleep(0.2)
+        if count == 6:
+            raise RuntimeError("power cut")
+        return observe(self, group, *others)
+
+    settings: dict[str, Any] = {"chains_at_once": 1, "checkpoint_seconds": 0.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(jostle.chains.Dynamics, "observe", slow)
+        with pytest.raises(RuntimeError, match="power cut"):
+            sample(tmp_path, **settings)
+    started = time.perf_counter()
+    resumed = sample(tmp_path, **settings).manifest["seconds"]["sampling"]
+    # Five observations are in checkpoints; what is sampled now takes less than this call.
+    assert 1.0 < resumed < 1.2 + 2 * (time.perf_counter() - started) + 1
+    assert sample(tmp_path, **settings, chains=3).manifest["seconds"]["sampling"] > resumed
+
+
+def test_checkpoints_count_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is synced, as it is, before a checkpoint that is ahead of it."""
+    synced: dict[str, tuple[int, int]] = {}
+    sync, save, saved = os.fsync, Checkpoints.save, 0
+
+    def state(path: str) -> tuple[int, int]:
+        return os.stat(path).st_ino, os.stat(path).st_mtime_ns
+
+    def noting(number: int) -> None:
+        sync(number)
+        path = os.path.realpath(f"/proc/self/fd/{number}")
+        synced[path] = state(path)
+
+    def saving(*arguments: Any) -> None:
+        nonlocal saved
+        chunks = [str(path) for path in tmp_path.glob("traces.zarr/*/losses/c/**/*") if path.is_file()]
+        assert {path: synced.get(path) for path in chunks} == {path: state(path) for path in chunks}
+        saved += bool(chunks)
+        save(*arguments)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Checkpoints, "save", saving)
+    sample(tmp_path, checkpoint_seconds=0.0, chains_at_once=1)
+    assert saved > 12
 
 
 def test_sums_take_more_chains_but_not_more_draws(tmp_path: Path) -> None:
@@ -450,6 +500,20 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # --- plans ---
+
+
+@pytest.mark.parametrize("array", ["query/losses", "query/center_losses", "train/step"])
+@pytest.mark.parametrize("more", [{"draws": 9}, {"query": (X[:5], Y[:5])}], ids=["draws", "queries"])
+def test_nothing_is_added_to_what_is_damaged(array: str, more: dict[str, Any], tmp_path: Path, says: Says) -> None:
+    sample(tmp_path)
+    flip(first_chunk(tmp_path, array))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(jostle.InputError, match=rf"^out: got .*, which is damaged, expected .*; .*{array}") as caught:
+        sample(tmp_path, **more)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if array == "query/losses" and "draws" in more:
+        says("more draws for a run with a damaged chunk", str(caught.value), 2)
+
 
 TASK = """
 import torch, jostle

@@ -20,10 +20,10 @@ from scipy.stats import spearmanr
 from starlette.testclient import TestClient
 
 import jostle
-from jostle.chains import write_tensors
 from jostle.errors import InputError
 from jostle.estimate import covariance
 from jostle.scores import Scores
+from jostle.tensor_files import write_tensors
 from jostle.traces import Traces
 from jostle.viewer import server
 from jostle.viewer.reading import _rectangle

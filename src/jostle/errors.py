@@ -24,11 +24,11 @@ class StorageError(JostleError, OSError):
 
 
 class ChainsFailedError(JostleError, RuntimeError):
-    """Every chain left the finite numbers, so there is nothing to estimate from."""
+    """No chain is left that stayed among the finite numbers, so there is nothing to estimate from."""
 
 
 class RankLostError(JostleError, RuntimeError):
-    """Another of the processes that share the run is gone; this one stopped at a checkpoint."""
+    """Another of the processes that share the run failed or is gone; what was recorded is kept."""
 
 
 class JostleWarning(UserWarning):

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from jostle.chains import load_sums, read_tensors
 from jostle.errors import InputError, StorageError
+from jostle.recording import load_sums
 from jostle.run import Run, check_config, place_of_traces, read_config, read_manifest
+from jostle.tensor_files import read_tensors
 from jostle.traces import Traces
 
 Kind = Literal["damaged", "unfinished", "failed chain"]
@@ -29,8 +30,17 @@ class Finding:
         return f"{self.kind}: {self.what}"
 
 
-def examine(directory: Path) -> list[Finding]:
+def require_undamaged(directory: Path) -> None:
+    """Refuse a run that is damaged before anything is added to it; kept weights are looked at where they are read."""
+    damaged = [finding.what for finding in examine(directory, kept_weights=False) if finding.kind == "damaged"]
+    if damaged:
+        raise InputError("out", got=f"{directory}, which is damaged", expected="a whole run to add to", fix=damaged[0])
+
+
+def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
     """Read a whole run, every byte of it, and return what is wrong; an empty list where all is well.
+
+    ``kept_weights`` may be many times all the rest.
 
     Raises:
         InputError: there is no run in this directory.
@@ -66,6 +76,8 @@ def examine(directory: Path) -> list[Finding]:
     if config["keep"] == "traces":
         traces = attempt(lambda: Traces(place_of_traces(directory, manifest)))
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:
+            if name == "weights" and not kept_weights:
+                continue
             attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, complete)
         if traces is not None and center is not None and "replay" not in manifest:  # both are being widened
             attempt(_check_names, traces, center)
@@ -137,6 +149,8 @@ def _check_names(traces: Traces, center: dict[str, torch.Tensor]) -> None:
 
 
 def _check_center(traces: Traces, name: str, center: dict[str, torch.Tensor]) -> None:
+    for axis in ("chain", "step"):
+        traces.trace(f"{name}/{axis}")[:]
     recorded, expected = traces.center_losses(name), center[f"loss on {name}"].numpy()
     if recorded.shape != expected.shape or not np.array_equal(recorded, expected):
         raise _damaged(f"{name}/center_losses", "other losses at w* than those in center.safetensors", "the same")

@@ -25,7 +25,6 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from jostle._version import __version__
-from jostle.chains import read_tensors, write_tensors
 from jostle.config import Config
 from jostle.data import Data
 from jostle.errors import InputError, StorageError
@@ -34,6 +33,7 @@ from jostle.observing import Observer
 from jostle.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.stopping import next_round
 from jostle.stores import Place, check_url, require_free
+from jostle.tensor_files import read_tensors, write_tensors
 from jostle.traces import Traces
 from jostle.weights import MovingWeights
 
@@ -49,6 +49,15 @@ ADDING_QUERIES = "adding queries"
 KEPT_STATE_BYTES = 1 << 30
 """Where the chains of a finished run stand is kept up to this size, for those who want more draws of them; without it,
 chains walk again from w* and arrive at the same place."""
+
+SAYS_WHICH_QUERIES = (
+    "center.safetensors",
+    "examples/query.jsonl",
+    "examples/query.images.npy",
+    "manifest.json",
+    "config.yaml",
+)
+"""Beside the traces. Withdrawn in this order: while the manifest has more queries, or the config, they are added."""
 
 VISIBLE_SECONDS = 60.0
 """How long a network file system may take to show to one machine what another has written."""
@@ -249,6 +258,7 @@ def go_on(
     fingerprint, before = config.fingerprint(), manifest["fingerprints"].copy()
     if query is not None and before["query"] != query[0]:
         _require_examples(directory, examples)
+        _set_aside(directory)
         columns = Traces(place_of_traces(directory, manifest)).columns("query")
         recorded = {"chains": manifest["planned"]["chains"], "draws": manifest["draws"]}
         manifest["replay"] = {"queries": columns.samples, "columns": columns.total, **recorded}
@@ -295,6 +305,30 @@ def _make_room(
     _write_examples(directory, {name: shown for name, shown in examples.items() if name == "query"})
 
 
+def _set_aside(directory: Path) -> None:
+    """Keep copies of what will say that there are more queries, until these are observed everywhere."""
+    shutil.rmtree(directory / "replay", ignore_errors=True)
+    for name in filter(lambda name: (directory / name).exists(), SAYS_WHICH_QUERIES):
+        copy = directory / "replay" / "before" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(directory / name, copy)
+
+
+def withdraw_queries(directory: Path, manifest: dict[str, Any]) -> None:
+    """Put a run back to what it was before queries were added; cut off in this, it is one that they are added to."""
+    before = directory / "replay" / "before"
+    center, _ = read_tensors(before / "center.safetensors")
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    columns = traces.columns("query").first(manifest["replay"]["queries"])
+    traces.widen("query", columns, center["loss on query"].numpy())
+    for name in SAYS_WHICH_QUERIES:
+        if (before / name).exists():
+            _replace(directory / name, (before / name).read_bytes())
+        else:
+            (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / "replay", ignore_errors=True)
+
+
 def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> None:
     """Say that a run is complete; keep where its chains stand if that is small, and of use to whoever extends it."""
     manifest["status"] = "complete"
@@ -310,11 +344,11 @@ def _write_config(directory: Path, config: Config, source: Mapping[str, Any] | N
     _replace(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a text, whole or not at all."""
+def _replace(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_suffix(".partial")
-    with open(temporary, "w") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

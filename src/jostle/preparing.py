@@ -21,7 +21,9 @@ from jostle.in_place import InPlace
 from jostle.losses import FACTORIES, Loss
 from jostle.observing import Observer
 from jostle.posterior import Posterior
+from jostle.ranks import Crew, Ranks
 from jostle.samplers import SGLD, Sampler
+from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
 
@@ -106,6 +108,15 @@ class Prepared:
         for dynamics in (self.alone, self.together):
             if dynamics is not None:
                 dynamics.center_gradient = center_gradient
+
+
+def functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
+    """Return the model on this rank, or this rank's part of it."""
+    if crew.count == 1:
+        return InPlace(model, moving, bfloat16=bfloat16)
+    from jostle.sharding import Sharded  # which takes a second to import
+
+    return Sharded(model, moving, crew, bfloat16=bfloat16)
 
 
 def prepare(
@@ -231,6 +242,24 @@ def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:
         if name not in sets or len(shown) != len(sets[name]):
             expected = " and ".join(f"{len(data)} of {key!r}" for key, data in sets.items())
             raise InputError("examples", got=f"{len(shown)} of {name!r}", expected=expected)
+
+
+def check_ranks(
+    ranks: Ranks, fingerprints: Mapping[str, str], at_center: Mapping[str, Tensor], tolerance: float
+) -> None:
+    """Refuse ranks that have other weights, data or functions than rank 0, before anything is written."""
+    norms = {name: float(value.norm()) for name, value in at_center.items()}
+    for rank, (theirs, their_norms) in enumerate(ranks.gather((dict(fingerprints), norms))):
+        for name, ours in fingerprints.items():
+            if theirs[name] != ours:
+                raise InputError(
+                    name, got=f"fingerprint {theirs[name]} on rank {rank}", expected=f"{ours}, as on rank 0"
+                )
+        for name, norm in norms.items():
+            if abs(their_norms[name] - norm) > max(1e-3, tolerance) * norm + 1e-6:
+                raise InputError(
+                    name, got=f"norm {their_norms[name]:.6g} at w* on rank {rank}", expected=f"{norm:.6g}, as on rank 0"
+                )
 
 
 def _most_at_once(config: Config, in_place: InPlace, observers: Mapping[str, Observer], wanted: int | None) -> int:

@@ -46,9 +46,21 @@ COLLECTIVE_SECONDS = 6 * 3600.0
 
 POLL_SECONDS = 0.02
 
+FAILED = "failed:"
+"""What is said of a rank that ended with an error, whose words follow."""
+
 
 class EnoughError(Exception):
     """What all ranks alike raise to leave a run where nothing went wrong."""
+
+
+@contextlib.contextmanager
+def leaving_with_enough() -> Iterator[None]:
+    """Raise what a caller raised to have no more than the plan, once every rank has left in peace."""
+    try:
+        yield
+    except EnoughError as enough:
+        raise enough.__cause__ or enough from None
 
 
 Value = TypeVar("Value")
@@ -189,6 +201,8 @@ class Ranks:
         self.interrupted: Callable[[], bool] = lambda: False
         self._turn = itertools.count()
         self._lost: str | None = None
+        self.laid_out = False
+        """Whether there is a run to go on with."""
         self._leaving = threading.Event()
         if self.count > 1:
             self._store = _store(f"run/{next(_runs)}")
@@ -255,7 +269,7 @@ class Ranks:
                 return
             with contextlib.suppress(dist.DistError):  # where there is nobody left to tell
                 if not isinstance(error, RankLostError):
-                    reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}"
+                    reason = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"{FAILED} {error}"
                     self._report(self.rank, f"{reason} ({socket.gethostname()})")
                 self._await_hearing()
         finally:
@@ -310,11 +324,19 @@ class Ranks:
         while self._lost is None and not self.interrupted() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         if self._lost is not None:
-            raise RankLostError(f"{self._lost}; the same command, on any number of ranks, goes on where it stood")
+            raise self._stopped(self._lost)
 
     def _store_gone(self) -> RankLostError:
         self._lost = self._lost or f"rank 0 of {self.count} or its machine is gone"
-        return RankLostError(f"{self._lost}; the same command, on any number of ranks, goes on where it stood")
+        return self._stopped(self._lost)
+
+    def _stopped(self, lost: str) -> RankLostError:
+        """What is said of a loss. What failed may fail again; and where no run was laid out, none goes on."""
+        if not self.laid_out:
+            return RankLostError(lost)
+        kept = "what was recorded is kept"
+        then = "" if FAILED in lost else ", and the same command, on any number of ranks, goes on from the checkpoints"
+        return RankLostError(f"{lost}; {kept}{then}")
 
     def _report(self, rank: int, what: str) -> None:
         """Tell everybody that a rank is lost; of several the first told is what they hear."""

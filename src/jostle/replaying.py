@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +15,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.chains import Dynamics, Group
+from jostle.checkpoints import Checkpoints
 from jostle.errors import InputError
+from jostle.layout import withdraw_queries, write_manifest
 from jostle.observing import Observer
+from jostle.progress import progress_bar
+from jostle.ranks import Ranks
+from jostle.recording import NoRecorder, TraceRecorder
+from jostle.run import place_of_traces
+from jostle.running import Pace, run_chains
 from jostle.traces import Traces
+
+log = logging.getLogger("jostle")
 
 DEVIATION = 0.01
 """How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
+
+
+class NotFiniteError(Exception):
+    """A query that was added has a loss that is not finite, at a draw where all that is recorded is."""
 
 
 class Replay:
@@ -29,12 +47,16 @@ class Replay:
         dynamics: how the chains move.
         traces: what is recorded.
         draws: of each chain.
+        first: how many queries there were; those that were added are counted from here.
         added: observes the queries that were added.
         train: observes the training examples.
     """
 
-    def __init__(self, dynamics: Dynamics, traces: Traces, *, draws: int, added: Observer, train: Observer) -> None:
-        self._dynamics, self._traces, self._added, self._train = dynamics, traces, added, train
+    def __init__(
+        self, dynamics: Dynamics, traces: Traces, *, draws: int, first: int, added: Observer, train: Observer
+    ) -> None:
+        self._dynamics, self._traces = dynamics, traces
+        self._first, self._added, self._train = first, added, train
         self.model = dynamics.model
         self._kept = traces.trace("weights") if traces.keeps_weights else None
         config = dataclasses.replace(dynamics.config, draws=draws, until=None, minutes=None)
@@ -60,7 +82,15 @@ class Replay:
         draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
         if self._kept is None and draw in (min(1, last), last):
             _require_same(self._dynamics, self._traces, self._train, group, draw)
-        return {"query": self._added(self.model, group.weights)}
+        losses = self._added(self.model, group.weights)
+        finite = self.model.crew.all(torch.isfinite(losses))
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            number = self._first + self._added.columns.owner(column)
+            raise NotFiniteError(
+                f"query {number}, whose loss is {losses[row, column]:g} at draw {draw} of chain {group.chains[row]}"
+            )
+        return {"query": losses}
 
     def _read(self, group: Group) -> None:
         if self._kept is not None:
@@ -68,17 +98,77 @@ class Replay:
                 group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
 
 
-def try_replay(dynamics: Dynamics, traces: Traces, train: Observer, *, chains: list[int], draws: int) -> None:
+def try_replay(directory: Path, manifest: dict[str, Any], dynamics: Dynamics, train: Observer, *, at_once: int) -> None:
     """Refuse, before anything is changed, a run whose chains would not come by where they were.
 
-    They walk to their second draw; kept weights need no such trial.
+    The first of them walk to their second draw; kept weights need no such trial.
     """
+    traces = Traces(place_of_traces(directory, manifest))
     if traces.keeps_weights:
         return
-    group, config, draw = dynamics.start(chains), dynamics.config, min(1, draws - 1)
+    chains = _not_failed(manifest, range(manifest["planned"]["chains"]))[:at_once]
+    group, config, draw = dynamics.start(chains), dynamics.config, min(1, manifest["draws"] - 1)
     while group.step < config.burn_in + draw * config.thin:
         dynamics.advance(group)
     _require_same(dynamics, traces, train, group, draw)
+
+
+def replay_queries(
+    directory: Path,
+    manifest: dict[str, Any],
+    ranks: Ranks,
+    dynamics: Dynamics,
+    added: Observer,
+    train: Observer,
+    *,
+    pace: Pace,
+    shown: bool,
+) -> None:
+    """Observe queries that were added at the draws that are recorded.
+
+    Raises:
+        InputError: a loss of one of them is not finite at some draw; the run is put back to what it was without them.
+    """
+    there = manifest["replay"]
+    log.info("%d queries are added to %d", added.columns.samples, there["queries"])
+    traces = Traces(place_of_traces(directory, manifest), writable=True)
+    replay = Replay(dynamics, traces, draws=there["draws"], first=there["queries"], added=added, train=train)
+    own = _not_failed(manifest, ranks.chains(there["chains"], pace.at_once))
+    recorder = TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder()
+    refused: str | None = None
+    with progress_bar(shown, len(own) * replay.config.steps[-1], {"query": added}) as report:
+        try:
+            failures, _ = run_chains(
+                replay, recorder, Checkpoints(directory / "replay"), pace, chains=own, report=report
+            )
+            if failures:
+                refused = f"chain {failures[0].chain}, whose {failures[0].reason} as they had not before"
+        except NotFiniteError as error:
+            recorder.flush()  # nothing of it is still being written when it is taken back
+            refused = str(error)
+    gathered = ranks.gather(refused)
+
+    def verdict() -> str | None:
+        refused = next((words for words in gathered if words), None)
+        if refused:
+            withdraw_queries(directory, manifest)
+        return refused
+
+    refused = ranks.share(verdict)
+    if refused:
+        raise InputError(
+            "query", got=refused, expected="finite losses at every draw", fix="leave it out: the run is as it was"
+        )
+    del manifest["replay"]
+    if ranks.leads:
+        # Before it is said: no later replay may begin with these.
+        shutil.rmtree(directory / "replay", ignore_errors=True)
+        write_manifest(directory, manifest)
+
+
+def _not_failed(manifest: dict[str, Any], chains: Iterable[int]) -> list[int]:
+    failed = {failure["chain"] for failure in manifest["failed_chains"]}
+    return [chain for chain in chains if chain not in failed]
 
 
 def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Group, draw: int) -> None:

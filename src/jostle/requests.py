@@ -192,6 +192,13 @@ def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
     return list(dict.fromkeys([*there, *map(_absolute, added)]))
 
 
+def given_again(given: Mapping[str, Any], *, kappa: float | None) -> dict[str, Any]:
+    """Return which settings count for a run that --auto began; the control without a gradient has its own."""
+    control = kappa == 0 or given.get("n_beta") == 0 or given.get("sampler") == "gaussian"
+    chosen = ("sampler", "step_size", "friction", "n_beta") if control else ()
+    return {name: value for name, value in given.items() if name not in chosen}
+
+
 def calibrated(
     request: dict[str, Any],
     given: Mapping[str, Any],

@@ -12,7 +12,6 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle import plots
-from jostle.chains import load_sums, read_tensors
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, read_sample
 from jostle.errors import ChainsFailedError, InputError
@@ -23,8 +22,10 @@ from jostle.estimate import (
     covariance,
     covariance_from_sums,
 )
+from jostle.recording import load_sums
 from jostle.scores import Scores
 from jostle.stores import Place, check_url
+from jostle.tensor_files import read_tensors
 from jostle.traces import MirroredPairs, Part, SequenceLosses, Traces
 from jostle.viewer.report import Inline, write_report
 from jostle.viewer.sources import RunSource
@@ -275,7 +276,19 @@ class Run:
 
     def _require_chains(self) -> None:
         if len(self.healthy_chains) == 0:
-            raise ChainsFailedError(f"all {self.config['chains']} chains of this run failed; it has no scores")
+            raise ChainsFailedError(f"{self.why_no_chain}: this run has no scores")
+
+    @property
+    def why_no_chain(self) -> str:
+        """Which chains failed where none is left; of an antithetic pair one is enough."""
+        failed, chains = sorted(self.failed_chains), self.config["chains"]
+        partners = [chain for chain in range(chains) if chain not in failed]
+        if not partners:
+            return f"all {chains} chains failed"
+        names = [", ".join(map(str, some)) for some in (failed, partners)]
+        if chains == 2:
+            return f"chain {names[0]} failed, and chain {names[1]} is left out with it as its mirror image"
+        return f"chains {names[0]} failed, and chains {names[1]} are left out with them as their mirror images"
 
     def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
         """The covariance of two traces, or of their odd or even parts."""

@@ -19,9 +19,12 @@ is NaN.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -60,6 +63,16 @@ class Columns:
         """Whether a column is a token."""
         return self.offsets is not None
 
+    def first(self, samples: int) -> Columns:
+        """Return those of the first so many samples."""
+        if self.offsets is None or self.positions is None:
+            return Columns(samples)
+        return Columns(samples, self.offsets[: samples + 1], self.positions[: self.offsets[samples]])
+
+    def owner(self, column: int) -> int:
+        """Return whose column it is."""
+        return column if self.offsets is None else int(np.searchsorted(self.offsets, column, side="right")) - 1
+
     def positions_of(self, sample: int) -> list[int]:
         """Return where in its sequence each scored token of a sample stands."""
         return [] if self.positions is None else self.positions[self.of(sample)].tolist()
@@ -83,6 +96,7 @@ class Traces:
 
     def __init__(self, place: Place, *, writable: bool = False) -> None:
         self.place = place
+        self._written: set[Path] = set()
         try:
             self._root = zarr.open_group(place, mode="r+" if writable else "r", zarr_format=3, **options(place))
             self.sets = tuple(name for name in ("train", "query") if name in self._root)
@@ -121,48 +135,35 @@ class Traces:
         ``weights`` says how many weights of every draw are kept, and in which precision.
         """
         with reaching(place):
+            about = {"format": FORMAT}
             try:
-                cls._lay_out(place, chains, steps, dtype, sets, observables, weights, overwrite)
+                root = zarr.create_group(place, zarr_format=3, attributes=about, overwrite=overwrite, **options(place))
             except zarr.errors.ContainsGroupError as error:
                 raise occupied(place) from error
+            for name, columns in sets.items():
+                group = root.create_group(name)
+                axis = "token" if columns.per_token else "sample"
+                coordinates = {"chain": np.arange(chains), "step": np.asarray(steps)}
+                _create(group, "chain", coordinates["chain"], ("chain",))
+                _create(group, "step", coordinates["step"], ("draw",))
+                extra = ["step"]
+                if columns.offsets is not None:
+                    assert columns.positions is not None
+                    owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
+                    _create(group, "offsets", columns.offsets, ("boundary",))
+                    _create(group, "sample", owner, ("token",))
+                    _create(group, "position", columns.positions, ("token",))
+                    extra += ["sample", "position"]
+                empty = np.full(columns.total, np.nan, dtype)
+                _create(group, "center_losses", empty, (axis,))
+                _create_trace(group, "losses", (chains, len(steps), columns.total), dtype, axis, extra)
+            if observables:
+                group = root.create_group("observables")
+                for name, size in observables.items():
+                    _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
+            if weights is not None:
+                _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
         return cls(place, writable=True)
-
-    @staticmethod
-    def _lay_out(
-        place: Place,
-        chains: int,
-        steps: Sequence[int],
-        dtype: np.dtype,
-        sets: Mapping[str, Columns],
-        observables: Mapping[str, int],
-        weights: tuple[int, np.dtype] | None,
-        overwrite: bool,
-    ) -> None:
-        about = {"format": FORMAT}
-        root = zarr.create_group(place, zarr_format=3, attributes=about, overwrite=overwrite, **options(place))
-        for name, columns in sets.items():
-            group = root.create_group(name)
-            axis = "token" if columns.per_token else "sample"
-            coordinates = {"chain": np.arange(chains), "step": np.asarray(steps)}
-            _create(group, "chain", coordinates["chain"], ("chain",))
-            _create(group, "step", coordinates["step"], ("draw",))
-            extra = ["step"]
-            if columns.offsets is not None:
-                assert columns.positions is not None
-                owner = np.repeat(np.arange(columns.samples), np.diff(columns.offsets))
-                _create(group, "offsets", columns.offsets, ("boundary",))
-                _create(group, "sample", owner, ("token",))
-                _create(group, "position", columns.positions, ("token",))
-                extra += ["sample", "position"]
-            empty = np.full(columns.total, np.nan, dtype)
-            _create(group, "center_losses", empty, (axis,))
-            _create_trace(group, "losses", (chains, len(steps), columns.total), dtype, axis, extra)
-        if observables:
-            group = root.create_group("observables")
-            for name, size in observables.items():
-                _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
-        if weights is not None:
-            _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
 
     def columns(self, name: str) -> Columns:
         """Return what the columns of a set are."""
@@ -219,11 +220,31 @@ class Traces:
         with reaching(self.place):
             self.require_there()
             array = self._array(f"{name}/losses" if name in self.sets else name)
+            self._note_written(array, chains, draws, first_column)
             if list(chains) == list(range(chains[0], chains[-1] + 1)):
                 array[chains[0] : chains[-1] + 1, draws, first_column:] = values
                 return
             for chain, rows in zip(chains, values, strict=True):
                 array[chain, draws, first_column:] = rows
+
+    def _note_written(self, array: zarr.Array, chains: Sequence[int], draws: slice, first_column: int) -> None:
+        """Remember which files a block of draws is in."""
+        if isinstance(self.place, Path):
+            rows = range(draws.start // array.chunks[1], (draws.stop - 1) // array.chunks[1] + 1)
+            columns = range(first_column // array.chunks[2], -(-array.shape[2] // array.chunks[2]))
+            place = self.place / array.path / "c"
+            self._written |= {place / f"{c}/{r}/{k}" for c in chains for r in rows for k in columns}
+
+    def sync(self) -> None:
+        """See that what was recorded is on the disk, also after a power cut; a store elsewhere sees to it itself."""
+        written, self._written = self._written, set()
+        for path in sorted(written | {path.parent for path in written}):
+            with contextlib.suppress(FileNotFoundError):  # a chunk without a number in it is not written
+                opened = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(opened)
+                finally:
+                    os.close(opened)
 
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""

@@ -161,7 +161,9 @@ def run(
         raise InputError("shards", got="--auto", expected="the config of jostle calibrate", fix="--config FILE")
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
-    request = requests.resolve(given, config=out / "config.yaml" if begun else config, preset=preset)
+    if begun:
+        given, config = requests.given_again(given, kappa=kappa), out / "config.yaml"
+    request = requests.resolve(given, config=config, preset=preset)
     loaded = None
 
     def calibrated() -> dict[str, Any]:

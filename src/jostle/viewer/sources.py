@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jostle.chains import read_metadata
 from jostle.errors import InputError
 from jostle.scores import Scores
+from jostle.tensor_files import read_metadata
 from jostle.viewer.reading import Opened, Reading, Table, UnreadableError, in_words
 
 PARTS = ("manifest.json", "config.yaml", "examples", "traces.zarr", "state")
