@@ -1,6 +1,7 @@
 """The bench: every workload in each way there is of doing it, in one process.
 
 python -m benchmarks.run small                        # ratios, in a minute, on any machine
+python -m benchmarks.run chains                       # 8 chains on a CPU, in every way
 python -m benchmarks.run 14m 410m 2.8b resnet9        # on a GPU; beside devinterp where that is installed
 python -m benchmarks.run small --check FILE           # fail where a ratio stays below half of the record's
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import language, small, vision
+from benchmarks import chains, language, small, vision
 from benchmarks.environment import write_record
 
 REGRESSION = 2.0
@@ -66,7 +67,7 @@ def regressions(measured: Mapping[str, Any], record: Mapping[str, Any]) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time every workload in each way of doing it.")
-    parser.add_argument("workloads", nargs="+", choices=["small", "resnet9", *language.SHAPES])
+    parser.add_argument("workloads", nargs="+", choices=["small", "chains", "resnet9", *language.SHAPES])
     parser.add_argument("--ways", nargs="+", help=f"some of: {'; '.join(language.WAYS)}")
     parser.add_argument("--record", type=Path, help="where to write the numbers, with hardware, versions and commit")
     parser.add_argument("--check", type=Path, help="a record to compare the ratios of 'small' with")
@@ -84,6 +85,8 @@ def main() -> None:
     for name in arguments.workloads:
         if name == "small":
             record["workloads"][name] = run_small(small.RATIOS, before)
+        elif name == "chains":
+            record["workloads"][name] = chains.bench()
         elif name == "resnet9":
             record["workloads"][name] = vision.bench(1e12 * record["matmul_peak_tflops"], arguments.ways or vision.WAYS)
         else:

@@ -42,14 +42,18 @@ def ratio(slow: Callable[[], Any], fast: Callable[[], Any], repeats: int = 5) ->
     return {"seconds_before": before, "seconds": after, "ratio": before / after}
 
 
-def dynamics(
-    functional: FunctionalModel, loss: Any, data: Data, observers: dict[str, Observer], **more: Any
-) -> Dynamics:
+def configuration(loss: Any, **more: Any) -> Config:
     settings: dict[str, Any] = {"chains": 8, "draws": 10, "burn_in": 0, "thin": 10, "batch_size": 32} | more
-    config = Config(
+    return Config(
         posterior=jostle.Posterior(n_beta=100, localization=1000), sampler=jostle.SGLD(step_size=1e-4),
         loss=describe(loss), potential_loss=describe(loss), observables=(), keep="traces", seed=0, **settings,
     )  # fmt: skip
+
+
+def dynamics(
+    functional: FunctionalModel, loss: Any, data: Data, observers: dict[str, Observer], **more: Any
+) -> Dynamics:
+    config = configuration(loss, **more)
     return Dynamics(functional, config, sampling_data=data, potential_loss=loss, observers=observers, observables={})
 
 

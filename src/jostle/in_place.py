@@ -54,6 +54,7 @@ class InPlace(FunctionalModel):
         self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
+        self._lasting = contextlib.ExitStack()
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
         self.replayed = 0
 
@@ -72,6 +73,7 @@ class InPlace(FunctionalModel):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._lasting.close()
         self._place(self.moving.center)
         self._placed = []
         for parameter, values in self._laid_out:
@@ -80,6 +82,10 @@ class InPlace(FunctionalModel):
             parameter.requires_grad_(required)
         self.compile(None)
         self._graphs = None
+
+    def until_given_back(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Enter a context that is left together with the model."""
+        self._lasting.enter_context(context)
 
     def compile(self, backend: str | None) -> None:
         """Compile the model's repeated blocks, or all of it where it has none; None undoes it.

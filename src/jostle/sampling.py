@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from jostle.chains import (
@@ -262,6 +263,7 @@ def attribute(
                 batch_sizes=batch_sizes,
                 chains_at_once=1 if shards > 1 else chains_at_once,
                 most_at_once=most,
+                threads=execution.threads if execution else torch.get_num_threads(),
             )
 
         # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
@@ -315,8 +317,8 @@ def attribute(
                 execution = execution or _shared(
                     ranks, lambda: _choose(prepared, config, chains_at_once=chains_at_once, compile=compile)
                 )
-                dynamics = prepared.together if prepared.together and execution.chains_at_once > 1 else prepared.alone
-                make_ready(execution, dynamics)
+                dynamics = prepared.way(execution)
+                make_ready(execution, dynamics, in_place)
                 if manifest is not None:
                     if "query" in (changed or ()) and ranks.first_crew:
                         traces_there = Traces(place_of_traces(directory, manifest))
@@ -462,7 +464,9 @@ def _choose(prepared: Prepared, config: Config, *, chains_at_once: int | None, c
     elif chains_at_once is not None and prepared.together is not None:
         execution = Execution(chains_at_once=prepared.at_once)
     else:
-        execution = choose(config, prepared.alone, prepared.together, at_once=prepared.at_once, compile=compile)
+        execution = choose(
+            config, prepared.alone, prepared.together, prepared.spread, at_once=prepared.at_once, compile=compile
+        )
     execution.batch_sizes = prepared.batch_sizes
     return execution
 
