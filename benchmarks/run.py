@@ -81,6 +81,11 @@ def main() -> None:
     if torch.cuda.is_available():
         record["matmul_peak_tflops"] = matmul_peak() / 1e12
         print(f"matmul peak {record['matmul_peak_tflops']:.0f} TFLOP/s", flush=True)
+
+    def save() -> None:
+        if arguments.record:
+            write_record(arguments.record, record)
+
     before = json.loads(arguments.check.read_text())["workloads"]["small"] if arguments.check else {}
     for name in arguments.workloads:
         if name == "small":
@@ -92,9 +97,9 @@ def main() -> None:
         else:
             fewer, more = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
             peak = 1e12 * record["matmul_peak_tflops"]
-            record["workloads"][name] = language.bench(name, peak, arguments.ways or language.WAYS, fewer, more)
-        if arguments.record:
-            write_record(arguments.record, record)
+            table = record["workloads"].setdefault(name, {})
+            language.bench(name, peak, arguments.ways or language.WAYS, fewer, more, table, save)
+        save()
     slower = regressions(record["workloads"].get("small", {}), before)
     if slower:
         sys.exit("slower than half of the record: " + "; ".join(slower))

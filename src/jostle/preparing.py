@@ -236,6 +236,8 @@ def check_sharded(config: Config, *, chains_at_once: int | None, compile: bool |
         raise InputError("chains_at_once", got=f"{chains_at_once} with shards", expected="1")
     if compile:
         raise InputError("compile", got="True with shards", expected="False")
+    if config.precision.startswith("float8"):
+        raise InputError("precision", got=f"{config.precision!r} with shards", expected="'bfloat16'")
 
 
 def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:

@@ -36,6 +36,7 @@ from jostle.data import Collate, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
 from jostle.execution import Execution, choose
 from jostle.execution import prepare as make_ready
+from jostle.float8 import Float8, require_float8
 from jostle.functional import Observable, eval_mode
 from jostle.in_place import InPlace
 from jostle.layout import (
@@ -165,8 +166,9 @@ def attribute(
         shards: over how many ranks each model is spread (FSDP2), where no GPU has room for it; does not change the
             numbers. The model stays whole where it is passed, in the memory of the host, say.
         precision: ``"model"`` computes in the precision of the model's own weights; ``"bfloat16"`` has matrix products
-            in bfloat16 (autocast), which a GPU does many times faster. Chains, losses and scores are float32 all the
-            same.
+            in bfloat16 (autocast), which a GPU does many times faster; ``"float8"`` observes with linear layers in
+            float8 besides, on GPUs that have it, and ``"float8-emulated"`` rounds like it anywhere, slowly
+            (docs/speed.md has what it does to scores). Chains, losses and scores are float32 all the same.
         compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
             where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
@@ -234,13 +236,12 @@ def attribute(
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),
     }
-    bfloat16 = precision == "bfloat16"
     with (
         _unwrapping_enough(),
         Ranks(shards) as ranks,
         ranks.watching_the_crew(),
         eval_mode(model),
-        _functional(model, moving, ranks.crew, bfloat16=bfloat16) as in_place,
+        _functional(model, moving, ranks.crew, precision) as in_place,
     ):
         if ranks.count > 1 and (out is None or keep == "covariance"):
             got = "no place that all ranks see" if out is None else "keep='covariance'"
@@ -419,13 +420,24 @@ def _unwrapping_enough() -> Iterator[None]:
         raise enough.__cause__ or enough from None
 
 
-def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
+def _functional(model: nn.Module, moving: MovingWeights, crew: Crew, precision: Precision) -> InPlace:
     """The model on this rank, or this rank's part of it."""
     if crew.count == 1:
-        return InPlace(model, moving, bfloat16=bfloat16)
+        wide = any(value.dtype == torch.float32 for value in model.parameters())
+        bfloat16 = precision == "bfloat16" or (precision == "float8" and wide)
+        return InPlace(model, moving, bfloat16=bfloat16, float8=_float8(model, precision))
     from jostle.sharding import Sharded  # which takes a second to import
 
-    return Sharded(model, moving, crew, bfloat16=bfloat16)
+    return Sharded(model, moving, crew, bfloat16=precision == "bfloat16")
+
+
+def _float8(model: nn.Module, precision: Precision) -> Float8 | None:
+    """What observes in float8, where that was asked for."""
+    if not precision.startswith("float8"):
+        return None
+    if precision == "float8":
+        require_float8(next(model.parameters()).device)
+    return Float8(model, emulated=precision == "float8-emulated")
 
 
 def _shared(ranks: Ranks, choose: Callable[[], Execution | None]) -> Any:
