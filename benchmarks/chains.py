@@ -5,6 +5,7 @@ One after another is what a plain user gets from a loop over chains: PyTorch's o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def parts_of_a_draw(way: Dynamics, at_once: int) -> tuple[Callable[[], object], 
     return lambda: [way.advance(group) for group in groups], lambda: [way.observe(group) for group in groups]
 
 
-def bench(repeats: int = 60) -> dict[str, Any]:
+def bench(repeats: int = 30) -> dict[str, Any]:
     """Seconds of a draw in each way, the least of many in turns, part by part; the processor's; and what is chosen."""
     cores = torch.get_num_threads()
     torch.manual_seed(0)
@@ -81,7 +82,7 @@ def bench(repeats: int = 60) -> dict[str, Any]:
     draws = {name: STEPS * times[0] + times[1] for name, times in least.items()}
     # The plain loop is given the better of two settings: several threads for each operation may hurt it.
     plain = min(draws[name][0] for name in list(ways)[:2])
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {"load_average": os.getloadavg()[0]}  # of a busy machine, only the processor's count
     for name, (seconds, processor) in draws.items():
         table[name] = {"seconds": seconds, "processor_seconds": processor, "ratio": plain / seconds}
         print(f"  {name:32} {seconds:8.3f} s  {table[name]['ratio']:6.2f} ×  (processor {processor:.3f} s)", flush=True)

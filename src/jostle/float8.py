@@ -40,7 +40,8 @@ def product(
 ) -> Float[Tensor, "row channel"]:
     """Return rows · weightᵀ in bfloat16, from float8 operands, by the GPU's float8 units."""
     scales = {"scale_a": row_scales, "scale_b": channel_scales.reshape(1, -1)}
-    return torch._scaled_mm(rows, weight.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return multiply(rows, weight.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def emulated_product(
@@ -90,7 +91,7 @@ class Float8:
         head = find()  # which has a kernel of its own
         within = [module for block in repeated_blocks(model) or [model] for module in block.modules()]
         layers = [module for module in within if type(module) is nn.Linear and module is not head]
-        self._layers = [
+        self._layers: list[Any] = [
             layer for layer in layers if layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0
         ]
         if not self._layers:
