@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint audit
+.PHONY: help demo test lint audit bench
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: $(INSTALLED) ## Jostle the shipped language model, and draw jostle-demo/wo
 test: $(INSTALLED) ## Run every test
 	# Models here are tiny: one thread each, and as many files at once as there are cores, in the order of tests/conftest.py.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+bench: $(INSTALLED) ## See that nothing became twice as slow, by ratios
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run small --check benchmarks/records/small.json
 
 lint: $(INSTALLED) ## Check style, formatting and types
 	$(BIN)/ruff check

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
 from torch import Tensor
 
 import jostle
@@ -22,7 +23,9 @@ STEP_SIZE, N_BETA, LOCALIZATION = 5e-6, 30.0, 300.0
 WEIGHTS = "attention+mlp"
 DRAWS = [(10, 60), (5, 30), (2, 10)]
 """Of small, middling and large models: a draw's time is the difference of two runs of so many."""
-WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", "devinterp 2.0.1"]
+FLOAT8 = "jostle compiled, float8"
+WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", "devinterp 2.0.1", FLOAT8]
+"""Float8 is last: should it take the GPU down with it, the rest is recorded."""
 
 
 class Shape(NamedTuple):
@@ -79,16 +82,21 @@ def seconds_a_draw(run: Callable[[int], float], fewer: int, more: int) -> float:
     return (run(more) - run(fewer)) / (more - fewer)
 
 
-def with_jostle(model: Any, draws: int, compile: bool | None) -> float:
+def with_jostle(
+    model: Any, draws: int, compile: bool, precision: Any = "model", scores: dict[str, np.ndarray] | None = None
+) -> float:
+    """Seconds of sampling; the scores of the first call, which is the longest, are left in ``scores``."""
     train, query = ([{"input_ids": row} for row in tokens(count, seed)] for count, seed in ((TRAIN, 0), (QUERY, 1)))
     with tempfile.TemporaryDirectory() as directory:
         run = jostle.attribute(
             model, train, query, loss=jostle.losses.next_token(),
             posterior=jostle.Posterior(n_beta=N_BETA, localization=LOCALIZATION, weights=WEIGHTS),
             sampler=jostle.SGLD(step_size=STEP_SIZE), chains=1, draws=draws, thin=1, batch_size=BATCH,
-            compile=compile, checkpoint_seconds=1e9, progress=False, out=f"{directory}/run",
+            compile=compile, precision=precision, checkpoint_seconds=1e9, progress=False, out=f"{directory}/run",
         )  # fmt: skip
-        print(f"    {draws} draws: {run.manifest['seconds']}", flush=True)
+        print(f"    {draws} draws: {run.manifest['seconds']}, {run.manifest['execution']}", flush=True)
+        if scores is not None:
+            scores.setdefault(precision, np.asarray(run.influence(normalize=True).values))
         return run.manifest["seconds"]["sampling"]
 
 
@@ -149,18 +157,25 @@ def with_devinterp(model: Any, draws: int) -> float:
     return time.perf_counter() - started
 
 
-def bench(name: str, peak: float, variants: list[str], fewer: int, more: int) -> dict[str, Any]:
-    """Time a draw in each way, on one model; ``peak`` is the measured rate of a large matrix product."""
+def bench(
+    name: str, peak: float, variants: list[str], fewer: int, more: int, table: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Time a draw in each way, on one model; ``peak`` is the measured rate of a large matrix product.
+
+    Every way is put into ``table`` and saved as soon as it is there.
+    """
     shape = SHAPES[name]
     model = pythia(shape)
+    scores: dict[str, np.ndarray] = {}
     ways: dict[str, Callable[[int], float]] = {
-        "jostle compiled": lambda draws: with_jostle(model, draws, True),
+        "jostle compiled": lambda draws: with_jostle(model, draws, True, "model", scores),
         "jostle": lambda draws: with_jostle(model, draws, False),
         "algorithm 1, eager": lambda draws: by_the_book(model, draws),
         "devinterp 2.0.1": lambda draws: with_devinterp(model, draws),
+        FLOAT8: lambda draws: with_jostle(model, draws, True, "float8", scores),
     }
     floor = shape.flops / peak
-    table: dict[str, Any] = {"floor": {"seconds": floor}}
+    table["floor"] = {"seconds": floor}
     for variant in variants:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -168,9 +183,16 @@ def bench(name: str, peak: float, variants: list[str], fewer: int, more: int) ->
             seconds = seconds_a_draw(functools.partial(ways[variant]), fewer, more)
         except Exception as error:  # a rival that cannot run is a result
             table[variant] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            print(f"  {name:5} {variant:20} {table[variant]['failed']}", flush=True)
+            print(f"  {name:5} {variant:24} {table[variant]['failed']}", flush=True)
+            save()
             continue
         memory = torch.cuda.max_memory_allocated() / 1e9
         table[variant] = {"seconds": seconds, "share_of_peak": floor / seconds, "peak_memory_gb": memory}
-        print(f"  {name:5} {variant:20} {seconds:8.4f} s  {floor / seconds:6.1%}  {memory:6.1f} GB", flush=True)
-    return table
+        beside = ""
+        if variant == FLOAT8 and "model" in scores:
+            # From one seed the chains are the same, so what differs is the rounding of what is observed.
+            agreement = float(spearmanr(scores["float8"].ravel(), scores["model"].ravel())[0])
+            table[variant] |= {"rank_correlation_with_bfloat16": agreement, "draws_of_the_scores": more}
+            beside = f"  rank correlation {agreement:.4f} of {more} draws"
+        save()
+        print(f"  {name:5} {variant:24} {seconds:8.4f} s  {floor / seconds:6.1%}  {memory:6.1f} GB{beside}", flush=True)

@@ -13,7 +13,7 @@ SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
     "_version", "errors", "presets", "ranks", "kernels", "losses", "data", "weights", "posterior", "samplers", "randomness", "scores", "stores", "traces", "estimate",
-    "functional", "checks", "observing", "prefix", "in_place", "sharding", "config", "chains", "tensor_files", "recording", "checkpoints", "progress", "running", "execution", "attributors", "diagnose", "plots", "viewer", "run", "stopping", "layout", "integrity", "preparing", "planning", "thinning", "signals", "replaying", "rounds", "job", "sampling", "calibration", "evaluate", "texts", "tasks", "requests", "sweep", "terminal",
+    "functional", "checks", "observing", "prefix", "float8", "in_place", "sharding", "config", "chains", "spreading", "tensor_files", "recording", "checkpoints", "progress", "running", "execution", "attributors", "diagnose", "plots", "viewer", "run", "stopping", "layout", "integrity", "preparing", "planning", "thinning", "signals", "replaying", "rounds", "job", "sampling", "calibration", "evaluate", "texts", "tasks", "requests", "sweep", "terminal",
     "demo", "cli", "__main__",
 ]  # fmt: skip
 """Along the flow of data: a module imports only from those before it."""

@@ -570,6 +570,23 @@ def test_plans_that_cannot_fit_are_refused(
         planning.require_room(nn.Linear(999, 1), torch.device("cuda:0"))
 
 
+def test_a_chain_alone_has_its_gradient_in_the_models_precision() -> None:
+    class EnoughError(Exception):
+        pass
+
+    def tell(lines: list[str]) -> None:
+        # Four weights in float32, their gradient in bfloat16, their noise in float32.
+        assert "memory for chains   40 bytes" in lines
+        raise EnoughError
+
+    data = torch.randn(8, 3).bfloat16(), torch.randn(8, 1).bfloat16()
+    with pytest.raises(EnoughError):
+        jostle.attribute(
+            nn.Linear(3, 1).bfloat16(), data, data, loss=jostle.losses.regression(), chains=2, chains_at_once=1,
+            dry_run=tell,
+        )  # fmt: skip
+
+
 # --- the commands ---
 
 

@@ -18,7 +18,7 @@ from jostle.samplers import Sampler
 from jostle.samplers.protocol import require_positive
 
 Keep = Literal["traces", "covariance"]
-Precision = Literal["model", "bfloat16"]
+Precision = Literal["model", "bfloat16", "float8", "float8-emulated"]
 Criterion = Literal["ess", "error"]
 """What a run may be told to go on until: effective draws, or the standard error of the strongest normalized scores."""
 
@@ -70,8 +70,9 @@ class Config:
         if self.antithetic and self.chains % 2:
             raise InputError("chains", got=f"{self.chains} with antithetic=True", expected="an even number: pairs")
         self._check_stopping()
-        if self.precision not in ("model", "bfloat16"):
-            raise InputError("precision", got=repr(self.precision), expected="'model' or 'bfloat16'")
+        if self.precision not in get_args(Precision):
+            expected = ", ".join(repr(name) for name in get_args(Precision))
+            raise InputError("precision", got=repr(self.precision), expected=f"one of {expected}")
 
     def _check_stopping(self) -> None:
         if self.until is not None and not isinstance(self.until, Mapping):

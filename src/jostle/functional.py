@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 
 from jostle.data import Data, map_tensors
 from jostle.losses import Batch, Loss, RightPadded, at_least_float32
@@ -144,12 +144,15 @@ class SideBySide(FunctionalModel):
         def mean_loss(flat: Tensor, batch: Batch) -> Tensor:
             return self.sample_losses(loss, flat, wrap(batch)).mean()
 
-        with self.plain_kernels():
-            if whole:
-                return vmap(grad(mean_loss), in_dims=(0, None))(weights, batch)
+        if not whole:
             shape = (len(indices), len(indices[0]))
             batch = map_tensors(batch, lambda tensor: tensor.unflatten(0, shape))
-            return vmap(grad(mean_loss))(weights, batch)
+        leaf = weights.detach().requires_grad_()
+        with torch.enable_grad(), self.plain_kernels():
+            # A chain's loss knows no other chain's weights, so the gradient of their sum is that of each; and the way
+            # back holds up no other thread, as it would within `vmap`.
+            total = vmap(mean_loss, in_dims=(0, None if whole else 0))(leaf, batch).sum()
+            return torch.autograd.grad(total, leaf)[0]
 
 
 class _Call(nn.Module):

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from jostle.data import Data
+from jostle.float8 import Float8
 from jostle.functional import FunctionalModel, ObservedBatch, minibatch, sample_means
 from jostle.losses import Loss, at_least_float32
 from jostle.prefix import Prefix
@@ -40,13 +41,17 @@ class InPlace(FunctionalModel):
         model: the model, at w*.
         moving: which of its weights move.
         bfloat16: compute matrix products in bfloat16 (autocast).
+        float8: what observes in float8, where that was asked for.
 
     Attributes:
         replayed: how many passes came from a CUDA graph.
     """
 
-    def __init__(self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False, float8: Float8 | None = None
+    ) -> None:
         super().__init__(model, moving, bfloat16=bfloat16)
+        self._float8 = float8
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [parameters[name] for name in moving.names]
         self._placed: list[Tensor] = []
@@ -54,6 +59,7 @@ class InPlace(FunctionalModel):
         self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
         self._graphs: dict[Hashable, _Graph] | None = None
+        self._lasting = contextlib.ExitStack()
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
         self.replayed = 0
 
@@ -69,9 +75,12 @@ class InPlace(FunctionalModel):
         self._laid_out = [(parameter, parameter.data) for parameter in filters]
         for parameter, values in self._laid_out:
             parameter.data = values.contiguous(memory_format=torch.channels_last)
+        if self._float8 is not None:
+            self.until_given_back(self._float8)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._lasting.close()
         self._place(self.moving.center)
         self._placed = []
         for parameter, values in self._laid_out:
@@ -80,6 +89,10 @@ class InPlace(FunctionalModel):
             parameter.requires_grad_(required)
         self.compile(None)
         self._graphs = None
+
+    def until_given_back(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Enter a context that is left together with the model."""
+        self._lasting.enter_context(context)
 
     def compile(self, backend: str | None) -> None:
         """Compile the model's repeated blocks, or all of it where it has none; None undoes it.
@@ -144,9 +157,10 @@ class InPlace(FunctionalModel):
 
         def passes() -> Tensor:
             parts = []
-            for observed in batches:
-                with self.precision(), self._prefix.serving(observed.batch) if kept else contextlib.nullcontext():
-                    parts.append(observed.recorded(loss(self.model, observed.batch)))
+            with self._float8.keeping() if self._float8 else contextlib.nullcontext():
+                for observed in batches:
+                    with self.precision(), self._prefix.serving(observed.batch) if kept else contextlib.nullcontext():
+                        parts.append(observed.recorded(loss(self.model, observed.batch)))
             return at_least_float32(torch.cat(parts))
 
         if isinstance(batches, list):

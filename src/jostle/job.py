@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from jostle.chains import full_gradient
 from jostle.config import Config, require_whole
@@ -127,6 +128,7 @@ class Job:
                 batch_sizes=batch_sizes,
                 chains_at_once=1 if self._manner.shards > 1 else self._manner.chains_at_once,
                 most_at_once=most,
+                threads=before.threads if before else torch.get_num_threads(),
             )
 
         # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
@@ -191,9 +193,8 @@ class Job:
             loss, data = self._functions.driving_loss, self._data.drawn_from
             prepared.control(full_gradient(self._in_place, loss, data, config.batch_size))
         self._execution = self._execution or self._shared(self._chosen)
-        together = prepared.together if self._execution.chains_at_once > 1 else None
-        self._dynamics = together or prepared.alone
-        make_ready(self._execution, self._dynamics)
+        self._dynamics = prepared.way(self._execution)
+        make_ready(self._execution, self._dynamics, self._in_place)
 
     def _chosen(self) -> Execution:
         """As asked, or as is quickest."""
@@ -204,7 +205,12 @@ class Job:
             execution = Execution(chains_at_once=prepared.at_once)
         else:
             execution = choose(
-                config, prepared.alone, prepared.together, at_once=prepared.at_once, compile=manner.compile
+                config,
+                prepared.alone,
+                prepared.together,
+                prepared.spread,
+                at_once=prepared.at_once,
+                compile=manner.compile,
             )
         execution.batch_sizes = prepared.batch_sizes
         return execution

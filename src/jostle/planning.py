@@ -15,6 +15,7 @@ from jostle.config import Config
 from jostle.errors import InputError
 from jostle.execution import probe
 from jostle.preparing import Prepared
+from jostle.randomness import BLOCK
 from jostle.stopping import next_round
 
 THIN_WHERE_UNKNOWN = 10
@@ -123,6 +124,11 @@ def make_plan(
     model, observers = prepared.alone.model, prepared.observers
     group = prepared.alone.start([0])
     held = group.weights.nbytes + sum(value.nbytes for value in group.statistics.values())
+    # One chain alone has its gradient in the model's own precision, and on a GPU its noise block by block.
+    gradient = model.moving.center.nbytes if at_once == 1 else group.weights.nbytes
+    noise = group.weights.nbytes
+    if model.device.type == "cuda" and not getattr(config.sampler, "whole_chain", False):
+        noise = min(noise, BLOCK * group.weights.element_size())
     item = next(iter(observers.values())).center_losses.element_size()
     samples = [observer.columns.samples for observer in observers.values()]
     scores = samples[0] * samples[1] if len(samples) > 1 else 0
@@ -141,7 +147,7 @@ def make_plan(
         at_least_draws=next_round(config, 0),
         thin=None if pilot else config.thin,
         burn_in=config.burn_in,
-        chain_bytes=at_once * (held + 2 * group.weights.nbytes),
+        chain_bytes=at_once * (held + gradient + noise),
         state_bytes=config.chains * held * model.crew.count + (0 if traces else (config.chains + 1) * 8 * scores),
         trace_bytes=config.chains * config.draws * columns * item if traces else 0,
         kept_weight_bytes=config.chains * config.draws * group.weights.nbytes * model.crew.count if keep_weights else 0,

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from jostle.chains import Dynamics
 from jostle.checks import check_gradient, check_neighbours, side_by_side_failure
-from jostle.config import Config
+from jostle.config import Config, Precision
 from jostle.data import Collate, Data
 from jostle.errors import InputError
-from jostle.functional import FunctionalModel, Observable, SideBySide
+from jostle.execution import Execution
+from jostle.float8 import Float8, require_float8
+from jostle.functional import Observable, SideBySide
 from jostle.in_place import InPlace
 from jostle.losses import FACTORIES, Loss
 from jostle.observing import Observer
 from jostle.posterior import Posterior
 from jostle.ranks import Crew, Ranks
 from jostle.samplers import SGLD, Sampler
+from jostle.spreading import OnEveryThread, Spread
 from jostle.weights import MovingWeights
 
 log = logging.getLogger("jostle")
@@ -89,6 +92,7 @@ class Prepared:
         at_center: what every function is at w*.
         alone: chains one after another, in place.
         together: chains side by side, where they can run so.
+        spread: the same over several threads of a CPU.
         at_once: how many of them.
     """
 
@@ -96,6 +100,7 @@ class Prepared:
     at_center: Mapping[str, Tensor]
     alone: Dynamics
     together: Dynamics | None
+    spread: Spread | None
     at_once: int
 
     @property
@@ -105,18 +110,35 @@ class Prepared:
 
     def control(self, center_gradient: Tensor) -> None:
         """Give the gradient at w* to those that use it as a control variate."""
-        for dynamics in (self.alone, self.together):
+        for dynamics in (self.alone, self.together, self.spread):
             if dynamics is not None:
                 dynamics.center_gradient = center_gradient
 
+    def way(self, execution: Execution) -> Dynamics:
+        """Return how the chains move that run in this way."""
+        if self.together is None or execution.chains_at_once == 1:
+            return self.alone
+        return self.spread if self.spread is not None and execution.threads > 1 else self.together
 
-def functional(model: nn.Module, moving: MovingWeights, crew: Crew, *, bfloat16: bool) -> InPlace:
+
+def functional(model: nn.Module, moving: MovingWeights, crew: Crew, precision: Precision) -> InPlace:
     """Return the model on this rank, or this rank's part of it."""
     if crew.count == 1:
-        return InPlace(model, moving, bfloat16=bfloat16)
+        wide = any(value.dtype == torch.float32 for value in model.parameters())
+        bfloat16 = precision == "bfloat16" or (precision == "float8" and wide)
+        return InPlace(model, moving, bfloat16=bfloat16, float8=_float8(model, precision))
     from jostle.sharding import Sharded  # which takes a second to import
 
-    return Sharded(model, moving, crew, bfloat16=bfloat16)
+    return Sharded(model, moving, crew, bfloat16=precision == "bfloat16")
+
+
+def _float8(model: nn.Module, precision: Precision) -> Float8 | None:
+    """What observes in float8, where that was asked for."""
+    if not precision.startswith("float8"):
+        return None
+    if precision == "float8":
+        require_float8(next(model.parameters()).device)
+    return Float8(model, emulated=precision == "float8-emulated")
 
 
 def prepare(
@@ -128,6 +150,7 @@ def prepare(
     batch_sizes: Mapping[str, int | None],
     chains_at_once: int | None,
     most_at_once: int,
+    threads: int,
 ) -> Prepared:
     """Evaluate everything at w*, refuse what cannot be sampled, and see which ways there are of running chains.
 
@@ -139,6 +162,7 @@ def prepare(
         batch_sizes: examples in one forward pass of an observation, by set; None chooses.
         chains_at_once: how many chains are to run side by side; None chooses.
         most_at_once: how many may, at most.
+        threads: over how many threads of a CPU these may be spread.
     """
     loss, driving_loss = functions.loss, functions.driving_loss
     drives_otherwise = functions.potential_loss is not None or data.drawn_from_others
@@ -161,17 +185,13 @@ def prepare(
     if config.posterior.n_beta:
         check_gradient(in_place, driving_loss, data.drawn_from)
 
-    def dynamics_of(functional: FunctionalModel) -> Dynamics:
-        return Dynamics(
-            functional,
-            config,
-            sampling_data=data.drawn_from,
-            potential_loss=driving_loss,
-            observers=observers,
-            observables=functions.observables,
-        )
-
-    alone, together = dynamics_of(in_place), None
+    parts: dict[str, Any] = {
+        "sampling_data": data.drawn_from,
+        "potential_loss": driving_loss,
+        "observers": observers,
+        "observables": functions.observables,
+    }
+    alone, together, spread = Dynamics(in_place, config, **parts), None, None
     at_once = min(most_at_once, _most_at_once(config, in_place, observers, chains_at_once))
     if at_once > 1:
         reason = side_by_side_failure(
@@ -181,13 +201,20 @@ def prepare(
             observables=list(functions.observables.values()),
         )
         if reason is None:
-            together = dynamics_of(SideBySide(in_place.model, in_place.moving, bfloat16=in_place.bfloat16))
+            model, moving, bfloat16 = in_place.model, in_place.moving, in_place.bfloat16
+            together = Dynamics(SideBySide(model, moving, bfloat16=bfloat16), config, **parts)
+            # What is read from somewhere else may not bear being read by several threads.
+            in_memory = all(part.on_device for part in (data.drawn_from, *data.observed.values()))
+            if threads > 1 and in_memory and in_place.device.type == "cpu":
+                spread = Spread(OnEveryThread(model, moving, bfloat16=bfloat16), config, threads=threads, **parts)
         elif chains_at_once is not None:
             raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
         else:
             log.info("chains run one after another (%s)", reason)
     log.info("%s weights of %d parameters move", f"{in_place.moving.total:,}", len(in_place.moving.names))
-    return Prepared(observers=observers, at_center=at_center, alone=alone, together=together, at_once=at_once)
+    return Prepared(
+        observers=observers, at_center=at_center, alone=alone, together=together, spread=spread, at_once=at_once
+    )
 
 
 def check_kinds(
@@ -232,6 +259,8 @@ def check_sharded(config: Config, *, chains_at_once: int | None, compile: bool |
         raise InputError("chains_at_once", got=f"{chains_at_once} with shards", expected="1")
     if compile:
         raise InputError("compile", got="True with shards", expected="False")
+    if config.precision.startswith("float8"):
+        raise InputError("precision", got=f"{config.precision!r} with shards", expected="'bfloat16'")
 
 
 def check_examples(examples: Any, sets: Mapping[str, Data]) -> None:

@@ -117,8 +117,9 @@ def attribute(
         shards: over how many ranks each model is spread (FSDP2), where no GPU has room for it; does not change the
             numbers. The model stays whole where it is passed, in the memory of the host, say.
         precision: ``"model"`` computes in the precision of the model's own weights; ``"bfloat16"`` has matrix products
-            in bfloat16 (autocast), which a GPU does many times faster. Chains, losses and scores are float32 all the
-            same.
+            in bfloat16 (autocast), which a GPU does many times faster; ``"float8"`` observes with linear layers in
+            float8 besides, on GPUs that have it, and ``"float8-emulated"`` rounds like it anywhere, slowly
+            (docs/speed.md has what it does to scores). Chains, losses and scores are float32 all the same.
         compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
             where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
@@ -193,7 +194,7 @@ def attribute(
         Ranks(shards) as ranks,
         ranks.watching_the_crew(),
         eval_mode(model),
-        functional(model, moving, ranks.crew, bfloat16=precision == "bfloat16") as in_place,
+        functional(model, moving, ranks.crew, precision) as in_place,
     ):
         if ranks.count > 1 and (out is None or keep == "covariance"):
             got = "no place that all ranks see" if out is None else "keep='covariance'"

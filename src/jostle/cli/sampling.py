@@ -125,8 +125,11 @@ def run(
         int | None, typer.Option(metavar="N", help="Cut sequences after N tokens. Default: the model's context.")
     ] = None,
     precision: Annotated[
-        Literal["model", "bfloat16"] | None,
-        typer.Option(help="Of matrix products: the model's own, the default, or bfloat16, which GPUs are fast in."),
+        Literal["model", "bfloat16", "float8", "float8-emulated"] | None,
+        typer.Option(
+            help="Of matrix products: the model's own, the default, or bfloat16, which GPUs are fast in; float8 "
+            "observes faster yet."
+        ),
     ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile. Default: on a GPU, for long runs.")

@@ -1,0 +1,91 @@
+"""8 chains of a 100k-weight classifier on a CPU, in each way there is of running them.
+
+One after another is what a plain user gets from a loop over chains: PyTorch's own settings, one chain at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import jostle
+from benchmarks.small import configuration
+from jostle.chains import Dynamics
+from jostle.data import Data
+from jostle.execution import choose, onednn
+from jostle.functional import FunctionalModel, SideBySide
+from jostle.in_place import InPlace
+from jostle.observing import Observer
+from jostle.spreading import OnEveryThread, Spread
+from jostle.weights import MovingWeights
+
+CHAINS, STEPS = 8, 10
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def parts_of_a_draw(way: Dynamics, at_once: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A step of batch 32 of every chain, and 500 examples observed at all of them."""
+    groups = [way.start(list(range(first, first + at_once))) for first in range(0, CHAINS, at_once)]
+    return lambda: [way.advance(group) for group in groups], lambda: [way.observe(group) for group in groups]
+
+
+def bench(repeats: int = 30) -> dict[str, Any]:
+    """Seconds of a draw in each way, the least of many in turns, part by part; the processor's; and what is chosen."""
+    cores = torch.get_num_threads()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 280), nn.GELU(), nn.Linear(280, 280), nn.GELU(), nn.Linear(280, 10)).eval()
+    moving, loss = MovingWeights(model, "all"), jostle.losses.classification()
+    data = Data((torch.randn(500, 64), torch.arange(500) % 10), "train")
+    config = configuration(loss, chains=CHAINS, draws=2000, thin=STEPS)
+    parts: dict[str, Any] = {
+        "sampling_data": data, "potential_loss": loss, "observables": {},
+        "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 256)},
+    }  # fmt: skip
+    alone = Dynamics(InPlace(model, moving), config, **parts)
+    together = Dynamics(SideBySide(model, moving), config, **parts)
+    spread = Spread(OnEveryThread(model, moving), config, threads=cores, **parts)
+    ways: dict[str, tuple[Dynamics, int, int, bool]] = {
+        "one after another": (alone, 1, cores, True),
+        "one after another, one thread": (alone, 1, 1, True),
+        "side by side": (together, CHAINS, cores, True),
+        "side by side, without oneDNN": (together, CHAINS, cores, False),
+        "spread": (spread, CHAINS, cores, True),
+        "spread, without oneDNN": (spread, CHAINS, cores, False),
+    }
+    work = {name: parts_of_a_draw(way, at_once) for name, (way, at_once, *_) in ways.items()}
+    clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
+    least = {name: np.full((2, 2), np.inf) for name in ways}  # of a step and an observation, by each clock
+    for _ in range(repeats):
+        for name, (_, _, count, enabled) in ways.items():
+            with threads(count), onednn(enabled):
+                for row, part in enumerate(work[name]):
+                    before = [clock() for clock in clocks]
+                    part()
+                    taken = [clock() - start for clock, start in zip(clocks, before, strict=True)]
+                    least[name][row] = np.minimum(least[name][row], taken)
+    draws = {name: STEPS * times[0] + times[1] for name, times in least.items()}
+    # The plain loop is given the better of two settings: several threads for each operation may hurt it.
+    plain = min(draws[name][0] for name in list(ways)[:2])
+    table: dict[str, Any] = {"load_average": os.getloadavg()[0]}  # of a busy machine, only the processor's count
+    for name, (seconds, processor) in draws.items():
+        table[name] = {"seconds": seconds, "processor_seconds": processor, "ratio": plain / seconds}
+        print(f"  {name:32} {seconds:8.3f} s  {table[name]['ratio']:6.2f} ×  (processor {processor:.3f} s)", flush=True)
+    table["chosen"] = choose(config, alone, together, spread, at_once=CHAINS, compile=None).to_dict()
+    print(f"  chosen: {table['chosen']}", flush=True)
+    return table
