@@ -17,14 +17,14 @@ from torch import nn
 
 import jostle
 from benchmarks.small import configuration
-from jostle.chains import Dynamics
-from jostle.data import Data
-from jostle.execution import choose, onednn
-from jostle.functional import FunctionalModel, SideBySide
-from jostle.in_place import InPlace
-from jostle.observing import Observer
-from jostle.spreading import OnEveryThread, Spread
-from jostle.weights import MovingWeights
+from jostle.chains.chain import Dynamics
+from jostle.chains.execution import choose, onednn
+from jostle.chains.observing import Observer
+from jostle.chains.spreading import OnEveryThread, Spread
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights
 
 CHAINS, STEPS = 8, 10
 

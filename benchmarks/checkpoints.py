@@ -23,8 +23,8 @@ from torch import nn
 
 import jostle
 from benchmarks.environment import write_record
-from jostle.checkpoints import Checkpoints
-from jostle.traces import Traces
+from jostle.chains.checkpoints import Checkpoints
+from jostle.traces.store import Traces
 
 
 class Stopwatch:

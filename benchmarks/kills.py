@@ -26,7 +26,7 @@ from torch import nn
 
 import jostle
 from benchmarks.environment import write_record
-from jostle.integrity import examine
+from jostle.runs.integrity import examine
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 4, generator=GENERATOR), torch.arange(24) % 3

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.environment import write_record
 from jostle.estimate import BUFFER_BYTES, covariance
-from jostle.traces import Columns, Traces
+from jostle.traces.store import Columns, Traces
 
 RECORD = Path(__file__).parent / "records" / "scores_memory.json"
 CHAINS, DRAWS = 4, 100

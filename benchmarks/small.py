@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import jostle
-from jostle.chains import Dynamics
+from jostle.chains.chain import Dynamics
+from jostle.chains.observing import Observer
 from jostle.config import Config, describe
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.estimate import Standardized, covariance
-from jostle.functional import FunctionalModel, SideBySide
-from jostle.in_place import InPlace
-from jostle.observing import Observer
-from jostle.weights import MovingWeights
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights
 
 
 def ratio(slow: Callable[[], Any], fast: Callable[[], Any], repeats: int = 5) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import jostle
-from jostle import requests
+from jostle.asking import requests
 from jostle.sweep import AGREEMENT, draw
 from jostle.sweep import sweep as sweep_cells
 

@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 import jostle
 from jostle.demo import images, language
-from jostle.run import Run
+from jostle.runs.run import Run
 from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
 from jostle.viewer.sources import open_sources
@@ -86,7 +86,7 @@ def make_stories(model: Path, out: Path) -> None:
     """A run on stories that the model wrote itself."""
     import transformers
 
-    from jostle import requests
+    from jostle.asking import requests
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
     auto: Any = transformers.AutoModelForCausalLM

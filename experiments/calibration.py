@@ -29,9 +29,9 @@ import jostle
 from experiments import resolution
 from experiments.resolution import Problem, Trainer
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
-from jostle import requests
+from jostle.asking import requests
 from jostle.attributors import gradient_similarity
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.sweep import AXES, LDS, rank, sweep
 

@@ -40,7 +40,7 @@ from experiments.retraining import (
     parser_of,
     run,
 )
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
 
 WARM_UP_IMAGES, WARM_UP_STEPS = 2_500, 100

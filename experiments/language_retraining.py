@@ -40,9 +40,9 @@ from experiments.retraining import (
     parser_of,
     run,
 )
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
-from jostle.functional import sample_means
+from jostle.models.functional import sample_means
 
 RECIPES = {
     "paper": {"learning_rate": 3e-5, "batch_size": 256, "weight_decay": 0.01},

@@ -37,8 +37,8 @@ from experiments.retraining import (
     sample,
 )
 from jostle.attributors import ekfac_self_influence, gradient_self_influence
+from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import mislabel_detection, self_influence
-from jostle.plots import CHAIN_COLOURS
 
 NOISES = {"aggre": "aggre_label", "random1": "random_label1", "worse": "worse_label"}
 METHODS = ("outputs", "gradients", "ekfac", "bif")

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 import jostle
 from jostle.attributors import gradient_similarity
 from jostle.calibration import calibrate
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.demo import bilingual
 from jostle.evaluate import Bank, Measure, Subsets, lds, repeatability
-from jostle.functional import FunctionalModel, SideBySide
 from jostle.losses import Loss
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.weights import MovingWeights
 from jostle.scores import Scores
-from jostle.weights import MovingWeights
 
 RECORD = Path(__file__).parent / "records" / "resolution.json"
 RISES = (0.01, 0.03, 0.1, 0.3, 1.0)

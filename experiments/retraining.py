@@ -24,12 +24,12 @@ from benchmarks.environment import write_record
 from torch import nn
 
 import jostle
+from jostle.asking.requests import sampler_of
 from jostle.attributors import ekfac, gradient_similarity, trak
+from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
-from jostle.plots import CHAIN_COLOURS
-from jostle.requests import sampler_of
 from jostle.scores import Scores
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)

@@ -30,7 +30,7 @@ from torch import nn
 
 import jostle
 from jostle.attributors import bm25, gradient_similarity
-from jostle.data import Data
+from jostle.data.datasets import Data
 
 RECORD = Path(__file__).parent / "records" / "same_document.json"
 WEIGHTS = "attention"

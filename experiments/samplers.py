@@ -36,14 +36,14 @@ from torch import nn
 import jostle
 from experiments import calibration, cifar10_retraining, language_retraining
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record, Setting, file_name, fill
+from jostle.asking.requests import SAMPLERS
 from jostle.attributors import exact_influence
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.presets import PRESETS
-from jostle.requests import SAMPLERS
 from jostle.scores import Scores
-from jostle.traces import SequenceLosses
+from jostle.traces.store import SequenceLosses
 
 CHAINS, DRAWS, SEEDS = 4, 100, 5
 TENTH, ALL, PASSES = "a tenth of the observations", "as many observations", "as many passes"

@@ -54,7 +54,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import jostle
-from jostle.weights import MovingWeights
+from jostle.models.weights import MovingWeights
 
 RECORD = Path(__file__).parent / "records" / "word_alignment.json"
 LANGUAGES = ("english", "french")

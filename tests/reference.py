@@ -10,8 +10,8 @@ import scipy.linalg
 import torch
 from torch import Tensor, nn
 
-from jostle import randomness
-from jostle.weights import MovingWeights
+from jostle.chains import randomness
+from jostle.models.weights import MovingWeights
 
 
 def algorithm_1(

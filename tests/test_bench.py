@@ -10,7 +10,7 @@ from benchmarks import small
 from benchmarks.run import ATTEMPTS, regressions, run_small
 from torch import Tensor
 
-from jostle.chains import Dynamics
+from jostle.chains.chain import Dynamics
 
 
 def test_a_slowed_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

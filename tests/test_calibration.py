@@ -24,10 +24,10 @@ from jostle.calibration import (
     memory,
     standard_error,
 )
-from jostle.data import Data
-from jostle.functional import FunctionalModel
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
 from jostle.posterior import Potential
-from jostle.weights import MovingWeights
 from reference import LinearGaussian
 from test_commands import jostle_command
 

@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 import jostle
 from architectures import transformers
 from conftest import Says
-from jostle import presets, requests
+from jostle import presets
+from jostle.asking import requests
+from jostle.asking.tasks import language_model
 from jostle.cli import app
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
-from jostle.tasks import language_model
 from test_texts import make_tokenizer
 
 TRAIN = [

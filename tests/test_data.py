@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import jostle
-from jostle.data import Data
+from jostle.data.datasets import Data
 from test_posterior import Tied
 
 X, Y = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.arange(7)
@@ -104,7 +104,7 @@ def test_only_what_fits_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> No
             return np.zeros((3, 100)), 0
 
     for limit, reads in ((10**6, 8), (10_000, 1)):
-        monkeypatch.setattr("jostle.data.KEPT_IN_MEMORY", limit)
+        monkeypatch.setattr("jostle.data.datasets.KEPT_IN_MEMORY", limit)
         source = Counting()
         Data(source, "train")
         assert source.reads == reads

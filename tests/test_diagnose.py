@@ -16,12 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 import jostle
-from jostle import diagnose, plots
+from jostle import diagnose
 from jostle.cli import app
-from jostle.diagnose import Sample
+from jostle.diagnose import Sample, plots
 from jostle.errors import ChainFailedWarning
 from jostle.posterior import Potential
-from jostle.traces import Columns, Traces
+from jostle.traces.store import Columns, Traces
 from reference import LinearGaussian
 from test_traces import language_run
 

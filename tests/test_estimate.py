@@ -17,7 +17,7 @@ import jostle
 import reference
 from jostle import estimate
 from jostle.errors import EstimateWarning
-from jostle.traces import Columns, SequenceLosses
+from jostle.traces.store import Columns, SequenceLosses
 
 
 def traces(chains: int = 3, draws: int = 40, left: int = 7, right: int = 5, dtype: type = np.float64):
@@ -206,7 +206,7 @@ MEMORY_SCRIPT = """
     import resource, sys
     import numpy as np
     from jostle import estimate
-    from jostle.traces import Columns, SequenceLosses
+    from jostle.traces.store import Columns, SequenceLosses
     generator = np.random.default_rng(0)
     left = generator.normal(size=(4, 50, 12_000)).astype(np.float32)
     right = generator.normal(size=(4, 50, 4_000)).astype(np.float32)

@@ -13,12 +13,12 @@ from torch import nn
 
 import jostle
 from architectures import tiny
-from jostle.data import Data
+from jostle.chains.observing import Observer
+from jostle.data.datasets import Data
 from jostle.errors import InputError
-from jostle.float8 import LEAST_CAPABILITY, Float8, emulated_product, product, quantize
-from jostle.in_place import InPlace
-from jostle.observing import Observer
-from jostle.weights import MovingWeights
+from jostle.models.float8 import LEAST_CAPABILITY, Float8, emulated_product, product, quantize
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights
 
 HAS_UNITS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
 FLOAT8 = pytest.mark.skipif(not HAS_UNITS, reason="no GPU with float8 units on this machine")

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import jostle
+from jostle.data.texts import read_records, tokenize
 from jostle.errors import ChainsFailedError
-from jostle.integrity import examine
-from jostle.texts import read_records, tokenize
+from jostle.runs.integrity import examine
 from test_commands import jostle_command
 from test_survival import TASK, sample
 from test_texts import make_tokenizer

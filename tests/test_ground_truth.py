@@ -89,7 +89,7 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: R
     )
     run = sample(problem, sampler, chains=chains, draws=800, burn_in=burn_in)
     # Each chain froze its own G: replay the burn-ins to know them.
-    moving = jostle.weights.MovingWeights(problem.model(), "all")
+    moving = jostle.models.weights.MovingWeights(problem.model(), "all")
     truths = []
     for chain in range(chains):
         w, V = problem.center.copy(), np.zeros(3)
@@ -97,7 +97,7 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: R
             g = problem.sample_gradients(w).mean(0)
             V = smoothing * V + (1 - smoothing) * g**2
             G = 1 / (np.sqrt(V / (1 - smoothing ** (t + 1))) + stabilizer)
-            noise = next(jostle.randomness.noise(0, [chain], t, moving, torch.device("cpu")))[1][0].numpy()
+            noise = next(jostle.chains.randomness.noise(0, [chain], t, moving, torch.device("cpu")))[1][0].numpy()
             drift = problem.n_beta * g + problem.localization * (w - problem.center)
             w = w - step_size / 2 * G * drift + np.sqrt(step_size * G) * noise
         covariance = problem.preconditioned_covariance(step_size, G)

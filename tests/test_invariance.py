@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-from jostle.chains import Dynamics, Group
+from jostle.chains.chain import Dynamics, Group
 from jostle.config import Config, describe
-from jostle.data import Data
-from jostle.functional import FunctionalModel, SideBySide
-from jostle.in_place import InPlace
-from jostle.weights import MovingWeights
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:every step of Gaussian")
 """All rules are thinned alike here."""
@@ -265,8 +265,8 @@ def test_weight_restriction_leaves_the_noise_of_the_others_alone() -> None:
     """A weight's noise depends on its own name, not on which weights move beside it."""
     model = convnet(torch.float64)
     all_weights, some = MovingWeights(model, "all"), MovingWeights(model, "5.*")
-    noise = next(jostle.randomness.noise(0, [1], 4, all_weights, torch.device("cpu")))[1]
-    restricted = next(jostle.randomness.noise(0, [1], 4, some, torch.device("cpu")))[1]
+    noise = next(jostle.chains.randomness.noise(0, [1], 4, all_weights, torch.device("cpu")))[1]
+    restricted = next(jostle.chains.randomness.noise(0, [1], 4, some, torch.device("cpu")))[1]
     np.testing.assert_array_equal(noise[:, -some.total :], restricted)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import jostle
 from architectures import CONFIGURATIONS, VOCABULARY, tiny, transformers
 from jostle import losses
-from jostle.data import collate_samples
-from jostle.functional import FunctionalModel
+from jostle.data.datasets import collate_samples
 from jostle.losses import _KNOWN_HEADS
-from jostle.weights import MovingWeights
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
 
 LENGTHS = [9, 4, 14, 2, 7]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-import jostle.chains
+import jostle.chains.chain
 
 
 class Greedy(nn.Module):
@@ -48,14 +48,14 @@ def test_batches_become_smaller(
     expected = losses(Greedy(40))
     assert not caplog.records
     model = Greedy(40)
-    advance = jostle.chains.Dynamics.advance
+    advance = jostle.chains.chain.Dynamics.advance
 
     def another_program_takes_memory(self: Any, group: Any) -> None:
         if group.step == 3:
             model.room = 6
         advance(self, group)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "advance", another_program_takes_memory)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "advance", another_program_takes_memory)
     with caplog.at_level(logging.WARNING, logger="jostle"):
         found = losses(model)
     np.testing.assert_allclose(found, expected, rtol=1e-12)

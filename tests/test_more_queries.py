@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import jostle
-import jostle.chains
+import jostle.chains.chain
 import test_ranks
 from conftest import Says
-from jostle import checkpoints, layout, randomness
-from jostle.integrity import examine
-from jostle.recording import TraceRecorder
-from jostle.traces import Traces
+from jostle.chains import checkpoints, randomness
+from jostle.chains.recording import TraceRecorder
+from jostle.runs import layout
+from jostle.runs.integrity import examine
+from jostle.traces.store import Traces
 from test_commands import SMALL, jostle_command, place, sources  # noqa: F401
 from test_survival import TASK, X, Y, flip, losses, observed, sample
 
@@ -44,14 +45,14 @@ def test_more_queries(sampler: str, keep_weights: bool, tmp_path: Path, monkeypa
     expected = sample(**settings, **MORE)
     sample(tmp_path / "run", **settings, **FEW, keep_weights=keep_weights)
     before, steps = files(tmp_path / "run"), 0
-    advance = jostle.chains.Dynamics.advance
+    advance = jostle.chains.chain.Dynamics.advance
 
     def counting(self: Any, group: Any) -> None:
         nonlocal steps
         steps += 1
         advance(self, group)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "advance", counting)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "advance", counting)
     seen = observed(monkeypatch)
     run = sample(tmp_path / "run", **settings, **MORE)
     assert seen == []  # nothing that is recorded is looked at again
@@ -273,7 +274,7 @@ def test_a_language_model(place: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, more)))
     shutil.copytree(place / "run", tmp_path / "run")
     command = ["extend", tmp_path / "run", "--query", tmp_path / "more.jsonl"]
-    observe, count = jostle.observing.Observer.__call__, 0
+    observe, count = jostle.chains.observing.Observer.__call__, 0
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         nonlocal count
@@ -283,7 +284,7 @@ def test_a_language_model(place: Path, tmp_path: Path, monkeypatch: pytest.Monke
         return observe(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jostle.observing.Observer, "__call__", interrupted)
+        patch.setattr(jostle.chains.observing.Observer, "__call__", interrupted)
         assert jostle_command(*command).exit_code == 75
     assert jostle_command("check", tmp_path / "run").exit_code == 75
     assert jostle_command(*command).exit_code == 0  # goes on, and does not add them twice

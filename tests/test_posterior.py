@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-from jostle.data import Data
-from jostle.functional import FunctionalModel
-from jostle.weights import MovingWeights
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
 
 
 class Tied(nn.Module):

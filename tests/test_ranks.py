@@ -25,14 +25,14 @@ from torch.distributed.fsdp import fully_shard
 
 import jostle
 from jostle.errors import JostleError
-from jostle.integrity import examine
-from jostle.layout import writing
 from jostle.ranks import join
+from jostle.runs.integrity import examine
+from jostle.runs.layout import writing
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # What ranks would otherwise import one by one, those of test_sharding.py among them.
 PROCESSES.set_forkserver_preload([
-    "jostle.sampling", "jostle.sharding", "jostle.cli", "jostle.requests", "pytest", "torch.distributed.fsdp",
+    "jostle.runs.sampling", "jostle.models.sharding", "jostle.cli", "jostle.asking.requests", "pytest", "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
 ])  # fmt: skip
 

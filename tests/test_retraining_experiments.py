@@ -13,7 +13,7 @@ from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw
 from torch import nn
 
 import jostle
-from jostle.data import Data
+from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from test_evaluate import QUERY_SET, TRAIN_SET, fit
 

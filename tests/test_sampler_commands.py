@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jostle
-from jostle import requests
+from jostle.asking import requests
 from test_commands import jostle_command
 
 TASK = """

@@ -14,11 +14,11 @@ from benchmarks.linear_chain import LinearChain, Minibatches, Noise, simulate
 from torch import Tensor, nn
 
 import jostle
-from jostle import randomness
-from jostle.chains import Dynamics, Group, full_gradient
-from jostle.data import Data
-from jostle.functional import FunctionalModel
-from jostle.weights import MovingWeights
+from jostle.chains import randomness
+from jostle.chains.chain import Dynamics, Group, full_gradient
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
 from reference import LinearGaussian
 from test_ground_truth import flat_weights, sample, weight_covariance, z_scores
 

@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor, nn
 
 import jostle
-from jostle import randomness
-from jostle.data import Data
-from jostle.functional import FunctionalModel
-from jostle.integrity import examine
+from jostle.chains import randomness
+from jostle.data.datasets import Data
 from jostle.losses import next_token
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
 from jostle.ranks import Ranks
-from jostle.weights import MovingWeights
+from jostle.runs.integrity import examine
 from test_commands import jostle_command
 from test_ranks import TASK, await_checkpoints, end, start, torchrun, traces
 from test_ranks import sample as unsharded
@@ -67,7 +67,7 @@ TASKS = {"regression": regression, "language": language}
 
 def compare(task: dict[str, Any], weights: str) -> dict[str, float]:
     """How far this rank's rows are from those of the whole model, in double precision."""
-    from jostle.sharding import Sharded
+    from jostle.models.sharding import Sharded
 
     crew = Ranks(2).crew
     model = task["model"].double().eval()

@@ -13,14 +13,14 @@ from torch import nn
 
 import jostle
 from architectures import tiny
-from jostle import execution
-from jostle.chains import Dynamics
+from jostle.chains import execution
+from jostle.chains.chain import Dynamics
+from jostle.chains.observing import Observer
+from jostle.chains.spreading import OnEveryThread, Spread
 from jostle.config import Config
-from jostle.data import Data
-from jostle.functional import FunctionalModel, SideBySide
-from jostle.observing import Observer
-from jostle.spreading import OnEveryThread, Spread
-from jostle.weights import MovingWeights
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.weights import MovingWeights
 
 CHAINS, THREADS = 5, 3
 
@@ -80,7 +80,7 @@ def test_copies_share_their_tensors() -> None:
 
 
 def test_threads_have_one_thread_each() -> None:
-    from jostle.spreading import _pool
+    from jostle.chains.spreading import _pool
 
     before = torch.get_num_threads()
     assert set(_pool(THREADS).map(lambda _: torch.get_num_threads(), range(20))) == {1}

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 import jostle
-from jostle.chains import Dynamics
+from jostle.chains.chain import Dynamics
+from jostle.chains.stopping import next_round
 from jostle.diagnose import Sample, effective_draws
-from jostle.stopping import next_round
 from reference import LinearGaussian
 from test_commands import jostle_command
 from test_sampler_commands import task

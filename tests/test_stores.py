@@ -19,12 +19,12 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 import jostle
-import jostle.chains
+import jostle.chains.chain
 from conftest import Says
 from jostle.errors import StorageError
-from jostle.integrity import examine
-from jostle.stores import check_url, reaching
-from jostle.traces import Traces
+from jostle.runs.integrity import examine
+from jostle.traces.store import Traces
+from jostle.traces.stores import check_url, reaching
 from test_commands import SMALL, jostle_command
 from test_survival import TASK, X, Y, losses, sample
 
@@ -102,14 +102,14 @@ def test_a_run_whose_traces_are_elsewhere(server: Server, tmp_path: Path, says: 
 
 KILLED = """
     import os, sys, pathlib, jostle, test_survival as t
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
     def killed(self, group, *others):
         global count
         count += 1
         if count == 8:
             os.kill(os.getpid(), 9)
         return observe(self, group, *others)
-    jostle.chains.Dynamics.observe = killed
+    jostle.chains.chain.Dynamics.observe = killed
     t.sample(pathlib.Path(sys.argv[1]), traces="s3://bucket/killed", chains_at_once=1, checkpoint_seconds=0.0)
 """
 
@@ -168,7 +168,7 @@ def test_a_server_that_goes_away(server: Server, tmp_path: Path, monkeypatch: py
     there = [*command, "--traces", "s3://bucket/away"]
     plan = jostle_command(*there, "--dry-run").stdout
     assert "960 bytes for traces in s3://bucket/away, 32 bytes for the state" in plan
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
 
     def going_away(self: Any, group: Any, *others: Any) -> Any:
         nonlocal count
@@ -177,7 +177,7 @@ def test_a_server_that_goes_away(server: Server, tmp_path: Path, monkeypatch: py
             server.stop()
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", going_away)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", going_away)
     result = jostle_command(*there)
     said = result.stderr.splitlines()[-1].replace(str(server.port), "PORT")
     assert result.exit_code == 74

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-import jostle.chains
+import jostle.chains.chain
 from conftest import Says
-from jostle import layout, planning
-from jostle.checkpoints import Checkpoints
+from jostle.chains.checkpoints import Checkpoints
 from jostle.errors import StorageError
-from jostle.integrity import examine
+from jostle.runs import layout, planning
+from jostle.runs.integrity import examine
 from test_commands import SMALL, jostle_command
 
 X = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -49,13 +49,13 @@ def losses(run: jostle.Run, name: str = "train") -> np.ndarray:
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
     """Notes which chains are looked at, and at which step."""
     seen: list[tuple[list[int], int]] = []
-    observe = jostle.chains.Dynamics.observe
+    observe = jostle.chains.chain.Dynamics.observe
 
     def noting(self: Any, group: Any, *others: Any) -> Any:
         seen.append((list(group.chains), group.step))
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", noting)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", noting)
     return seen
 
 
@@ -91,7 +91,7 @@ def test_extended_after_interruptions(tmp_path: Path, monkeypatch: pytest.Monkey
     """An extension that is cut off at any of its draws is an unfinished run, and goes on like one."""
     expected = losses(sample(chains=3, draws=9, chains_at_once=1))
     sample(tmp_path / "whole", chains_at_once=1)
-    observe = jostle.chains.Dynamics.observe
+    observe = jostle.chains.chain.Dynamics.observe
     for fails_at in range(1, 16, 4):
         shutil.copytree(tmp_path / "whole", tmp_path / "run")
         count = 0
@@ -103,7 +103,7 @@ def test_extended_after_interruptions(tmp_path: Path, monkeypatch: pytest.Monkey
                 raise RuntimeError("power cut")
             return observe(self, group)
 
-        monkeypatch.setattr(jostle.chains.Dynamics, "observe", faulty)
+        monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", faulty)
         settings: dict[str, Any] = {"chains": 3, "draws": 9, "chains_at_once": 1, "checkpoint_seconds": 0.0}
         with pytest.raises(RuntimeError, match="power cut"):
             sample(tmp_path / "run", **settings)
@@ -115,7 +115,7 @@ def test_extended_after_interruptions(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_seconds_before_an_interruption_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
 
     def slow(self: Any, group: Any, *others: Any) -> Any:
         nonlocal count
@@ -127,7 +127,7 @@ def test_seconds_before_an_interruption_count(tmp_path: Path, monkeypatch: pytes
 
     settings: dict[str, Any] = {"chains_at_once": 1, "checkpoint_seconds": 0.0}
     with monkeypatch.context() as patch:
-        patch.setattr(jostle.chains.Dynamics, "observe", slow)
+        patch.setattr(jostle.chains.chain.Dynamics, "observe", slow)
         with pytest.raises(RuntimeError, match="power cut"):
             sample(tmp_path, **settings)
     started = time.perf_counter()
@@ -222,8 +222,8 @@ def test_a_second_writer_is_told(tmp_path: Path, says: Says) -> None:
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     script = f"""
-        import os, pathlib, jostle.layout
-        with jostle.layout.writing(pathlib.Path({str(tmp_path)!r})):
+        import os, pathlib, jostle.runs.layout
+        with jostle.runs.layout.writing(pathlib.Path({str(tmp_path)!r})):
             print("locked", flush=True)
             input()
             os.kill(os.getpid(), 9)
@@ -327,11 +327,11 @@ def test_check_says_what_is_not_damage(tmp_path: Path) -> None:
 
 FULL_DISK = """
     import sys, pathlib, shutil, subprocess, jostle, test_survival as t
-    import jostle.planning
-    jostle.planning.Plan.check = lambda plan: None  # the disk fills up after the run has begun
+    import jostle.runs.planning
+    jostle.runs.planning.Plan.check = lambda plan: None  # the disk fills up after the run has begun
     place = pathlib.Path(sys.argv[1])
     out, kind = place / "run", sys.argv[2]
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
     def fill(self, group, *others):
         global count
         count += 1
@@ -344,7 +344,7 @@ FULL_DISK = """
             else:
                 raise jostle.errors.StorageError("the server restarts")
         return observe(self, group, *others)
-    jostle.chains.Dynamics.observe = fill
+    jostle.chains.chain.Dynamics.observe = fill
     settings = dict(chains_at_once=1, checkpoint_seconds=0.0)
     try:
         t.sample(out, **settings)
@@ -395,7 +395,7 @@ def test_a_disk_that_fails_in_the_writer_thread(
 ) -> None:
     import errno
 
-    from jostle.traces import Traces
+    from jostle.traces.store import Traces
 
     record, count = Traces.record, 0
 
@@ -416,14 +416,14 @@ def test_a_disk_that_fails_in_the_writer_thread(
 
 @pytest.mark.parametrize("keep", ["traces", "covariance"])
 def test_a_directory_that_vanishes(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
-    observe = jostle.chains.Dynamics.observe
+    observe = jostle.chains.chain.Dynamics.observe
 
     def vanishing(self: Any, group: Any, *others: Any) -> Any:
         if group.step == 5:
             shutil.rmtree(tmp_path / "run")
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", vanishing)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", vanishing)
     with pytest.raises(StorageError, match=r"^out: got .*; no run is there: see that") as caught:
         sample(tmp_path / "run", keep=keep)
     says(f"a directory that vanishes (keep {keep})", str(caught.value), 74)
@@ -445,8 +445,8 @@ class Unreliable:
 
 
 def test_data_that_can_no_longer_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Says) -> None:
-    monkeypatch.setattr("jostle.data.KEPT_IN_MEMORY", 0)
-    data, observe, count = Unreliable(), jostle.chains.Dynamics.observe, 0
+    monkeypatch.setattr("jostle.data.datasets.KEPT_IN_MEMORY", 0)
+    data, observe, count = Unreliable(), jostle.chains.chain.Dynamics.observe, 0
 
     def breaking(self: Any, group: Any, *others: Any) -> Any:
         nonlocal count
@@ -454,7 +454,7 @@ def test_data_that_can_no_longer_be_read(tmp_path: Path, monkeypatch: pytest.Mon
         data.broken = count == 5
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", breaking)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", breaking)
     settings: dict[str, Any] = {"train": data, "chains_at_once": 1, "checkpoint_seconds": 0.0}
     message = r"^train: got example 7, which cannot be read \(FileNotFoundError: .*7.png.*; mend it"
     with pytest.raises(jostle.InputError, match=message) as caught:
@@ -482,7 +482,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return now
 
     monkeypatch.setattr(time, "time", backwards)
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
 
     def faulty(self: Any, group: Any, *others: Any) -> Any:
         nonlocal count
@@ -491,7 +491,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             raise RuntimeError("power cut")
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", faulty)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", faulty)
     with pytest.raises(RuntimeError, match="power cut"):
         sample(tmp_path, checkpoint_seconds=1e-6)
     run = sample(tmp_path)
@@ -591,7 +591,7 @@ def test_a_chain_alone_has_its_gradient_in_the_models_precision() -> None:
 
 
 def test_a_full_disk_has_an_exit_code_of_its_own(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jostle.traces import Traces
+    from jostle.traces.store import Traces
 
     def full(self: Traces, *arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -608,7 +608,7 @@ def test_a_full_disk_has_an_exit_code_of_its_own(task: str, tmp_path: Path, monk
 
 def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["run", tmp_path / "run", "--task", task, *SMALL]
-    observe, count = jostle.chains.Dynamics.observe, 0
+    observe, count = jostle.chains.chain.Dynamics.observe, 0
 
     def interrupted(self: Any, group: Any, *others: Any) -> Any:
         nonlocal count
@@ -617,7 +617,7 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
             os.kill(os.getpid(), 2)
         return observe(self, group, *others)
 
-    monkeypatch.setattr(jostle.chains.Dynamics, "observe", interrupted)
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", interrupted)
     result = jostle_command(*command)
     assert result.exit_code == 75
     assert jostle_command("check", tmp_path / "run").exit_code == 75

@@ -11,7 +11,7 @@ import pytest
 
 import jostle
 from architectures import transformers
-from jostle.texts import Record, read_records, token_texts, tokenize
+from jostle.data.texts import Record, read_records, token_texts, tokenize
 
 TEXTS = ["one two three", "four five", "six seven eight nine"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-from jostle import thinning
-from jostle.chains import Dynamics
+from jostle.chains import thinning
+from jostle.chains.chain import Dynamics
 from jostle.errors import SamplerWarning
 from reference import LinearGaussian
 from test_commands import jostle_command
@@ -128,7 +128,7 @@ def test_the_choice_is_kept_by_resuming_and_by_repeating(tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match="power cut"):
         run(out=out, checkpoint_seconds=0.0)
     # Whatever a pilot would find now, the choice stands.
-    monkeypatch.setattr("jostle.job.choose_thin", lambda *_, **__: pytest.fail("a second pilot"))
+    monkeypatch.setattr("jostle.runs.job.choose_thin", lambda *_, **__: pytest.fail("a second pilot"))
     resumed = run(out=out)
     thin = resumed.config["thin"]
     whole = run(thin=thin)

@@ -13,9 +13,9 @@ import pytest
 from scipy.stats import spearmanr
 
 import jostle
-from jostle.run import Run
+from jostle.runs.run import Run
 from jostle.scores import Scores
-from jostle.traces import Traces
+from jostle.traces.store import Traces
 from jostle.viewer.report import write_report
 from jostle.viewer.sources import RunSource, open_sources
 from viewing import CLICK, needs_browser, served, token_run, words, write_run

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import jostle
 from jostle.cli import app
 from jostle.errors import InputError
-from jostle.layout import _images
+from jostle.runs.layout import _images
 from jostle.scores import Scores
 from viewing import token_run, write_run
 

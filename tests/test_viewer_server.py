@@ -23,8 +23,8 @@ import jostle
 from jostle.errors import InputError
 from jostle.estimate import covariance
 from jostle.scores import Scores
-from jostle.tensor_files import write_tensors
-from jostle.traces import Traces
+from jostle.traces.store import Traces
+from jostle.traces.tensor_files import write_tensors
 from jostle.viewer import server
 from jostle.viewer.reading import _rectangle
 from viewing import answers_for, token_run, words, write_run

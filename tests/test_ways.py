@@ -12,12 +12,12 @@ import torch
 
 import jostle
 from architectures import CONFIGURATIONS, tiny
-from jostle.data import Data
-from jostle.functional import FunctionalModel
-from jostle.in_place import InPlace
-from jostle.observing import Observer
-from jostle.prefix import repeated_blocks
-from jostle.weights import MovingWeights
+from jostle.chains.observing import Observer
+from jostle.data.datasets import Data
+from jostle.models.functional import FunctionalModel
+from jostle.models.in_place import InPlace
+from jostle.models.prefix import repeated_blocks
+from jostle.models.weights import MovingWeights
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

@@ -6,7 +6,7 @@ import pytest
 
 import jostle
 from architectures import CONFIGURATIONS, LAYERS, tiny
-from jostle.weights import GROUPS, MovingWeights
+from jostle.models.weights import GROUPS, MovingWeights
 
 
 @pytest.fixture(params=CONFIGURATIONS, scope="module")

@@ -18,8 +18,8 @@ import uvicorn
 import yaml
 
 from jostle.config import fingerprint_settings
-from jostle.run import FORMAT, Run
-from jostle.traces import Columns, Traces
+from jostle.runs.run import FORMAT, Run
+from jostle.traces.store import Columns, Traces
 from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app
 from jostle.viewer.sources import open_sources

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from jostle.calibration import Calibration, calibrate
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
-    from jostle.run import Run, load
+    from jostle.runs.run import Run, load
+    from jostle.runs.sampling import attribute
     from jostle.samplers import (
         BAOAB,
         SGLD,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         RMSpropSGLD,
         Sampler,
     )
-    from jostle.sampling import attribute
     from jostle.scores import Scores
 
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
@@ -37,16 +37,16 @@ _HOMES = {
     "OrnsteinUhlenbeck": "jostle.samplers",
     "Posterior": "jostle.posterior",
     "RMSpropSGLD": "jostle.samplers",
-    "Run": "jostle.run",
+    "Run": "jostle.runs.run",
     "SGLD": "jostle.samplers",
     "SGNHT": "jostle.samplers",
     "Sampler": "jostle.samplers",
     "Scores": "jostle.scores",
-    "attribute": "jostle.sampling",
+    "attribute": "jostle.runs.sampling",
     "attributors": "jostle.attributors",
     "calibrate": "jostle.calibration",
     "evaluate": "jostle.evaluate",
-    "load": "jostle.run",
+    "load": "jostle.runs.run",
     "losses": "jostle.losses",
 }
 

@@ -30,16 +30,19 @@ from jaxtyping import Float
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor, nn
 
-from jostle import randomness, ranks
+from jostle import ranks
+from jostle.chains import randomness
 from jostle.config import Precision, require_whole
-from jostle.data import Collate, Data
+from jostle.data.datasets import Collate, Data
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
-from jostle.functional import FunctionalModel, eval_mode, sample_means
-from jostle.in_place import InPlace
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import FunctionalModel, eval_mode, sample_means
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.posterior import Posterior
 from jostle.presets import KAPPA, RISE
+from jostle.runs.sampling import attribute
 from jostle.samplers import (
     BAOAB,
     SGNHT,
@@ -50,8 +53,6 @@ from jostle.samplers import (
     Sampler,
 )
 from jostle.samplers.protocol import require_positive
-from jostle.sampling import attribute
-from jostle.weights import MovingWeights, WeightSelection
 
 PROBED_EXAMPLES = 256
 """Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jostle.data import fingerprint_text
+from jostle.data.datasets import fingerprint_text
 from jostle.errors import InputError
 from jostle.posterior import Posterior
 from jostle.samplers import Sampler

@@ -1,7 +1,8 @@
 """From traces to covariance, correlation and their Monte Carlo errors; blocked and streaming.
 
 Everything here takes arrays of shape (chain, draw, column) that can be sliced: NumPy arrays, Zarr arrays, or
-`jostle.traces.SequenceLosses`. Signs are plain statistics, +Cov; the sign of influence is put on in `jostle.run`.
+`jostle.traces.store.SequenceLosses`. Signs are plain statistics, +Cov; the sign of influence is put on in
+`jostle.runs.run`.
 """
 
 from __future__ import annotations

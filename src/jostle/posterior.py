@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.errors import InputError
-from jostle.weights import WeightSelection
+from jostle.models.weights import WeightSelection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Posterior:
         n_beta: nβ, the effective number of samples; multiplies the *mean* loss. 0 leaves only the pull to w*.
         localization: γ, the precision of the Gaussian that holds the weights near w*. 0 gives the global BIF.
         weights: which weights move. ``"all"`` (every parameter that requires a gradient); a group such as
-            ``"attention"``, ``"attention+mlp"`` or ``"layers.3-5.attention"`` (see `jostle.weights`); a glob over
-            parameter names such as ``"layers.*.attention.*"``; a regular expression (``re.compile(...)`` or
+            ``"attention"``, ``"attention+mlp"`` or ``"layers.3-5.attention"`` (see `jostle.models.weights`); a glob
+            over parameter names such as ``"layers.*.attention.*"``; a regular expression (``re.compile(...)`` or
             ``"re:..."``, searched); a sequence of these; or a callable ``(name, parameter) -> bool``. All other weights
             are neither copied nor perturbed.
         prior_precision: λ, the precision of an optional Gaussian prior centred at 0.

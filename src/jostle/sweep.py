@@ -23,13 +23,13 @@ import torch
 import yaml
 from jaxtyping import Float
 
-from jostle import plots, requests
-from jostle.diagnose import read_sample
+from jostle.asking import requests
+from jostle.asking.tasks import Task
+from jostle.diagnose import plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate import Bank, lds
 from jostle.posterior import Potential
-from jostle.run import Run, load, read_manifest
-from jostle.tasks import Task
+from jostle.runs.run import Run, load, read_manifest
 
 AXES = ("n_beta", "localization", "step_size", "burn_in")
 LDS, AGREEMENT = "LDS", "agreement of halves"

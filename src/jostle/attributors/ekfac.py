@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.data import Collate, Data, collate_samples, fingerprint_tensors
+from jostle.data.datasets import Collate, Data, collate_samples, fingerprint_tensors
 from jostle.errors import InputError
-from jostle.functional import eval_mode, sample_means, token_mask
 from jostle.losses import Batch, Loss, at_least_float32
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import eval_mode, sample_means, token_mask
+from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
-from jostle.weights import MovingWeights, WeightSelection
 
 DEFAULT_DAMPING = 1e-8
 """Of the paper's comparison. None is kronfluence's own: a tenth of the mean eigenvalue of each layer."""

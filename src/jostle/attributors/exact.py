@@ -21,14 +21,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad, hessian
 
-from jostle.data import Collate, Data
+from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
-from jostle.functional import FunctionalModel, eval_mode
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import FunctionalModel, eval_mode
+from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.scores import Scores
-from jostle.weights import MovingWeights
 
 MOST_WEIGHTS = 5_000
 """A Hessian of this many weights takes 200 MB in float64; beyond it, this attributor is the wrong tool."""

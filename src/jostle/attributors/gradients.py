@@ -16,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from jostle.data import Collate, Data, map_tensors
-from jostle.functional import FunctionalModel, eval_mode
-from jostle.in_place import InPlace
+from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import FunctionalModel, eval_mode
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
-from jostle.weights import MovingWeights, WeightSelection
 
 BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""

@@ -24,14 +24,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from jostle.attributors.gradients import BUFFER_BYTES, EXAMPLES_AT_ONCE, PerExample
-from jostle.data import Collate, Data
+from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
-from jostle.functional import eval_mode, sample_means
-from jostle.in_place import InPlace
 from jostle.losses import Batch, Loss, at_least_float32
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import eval_mode, sample_means
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
-from jostle.weights import MovingWeights, WeightSelection
 
 MOST_DIMENSIONS = 4096
 BLOCK_BYTES = 256 << 20

@@ -38,8 +38,8 @@ def calibrate(
     import yaml
     from rich.console import Console
 
-    from jostle import requests
-    from jostle.terminal import print_calibration
+    from jostle.asking import requests
+    from jostle.cli.terminal import print_calibration
 
     if file.suffix not in (".yaml", ".yml"):
         raise InputError("YAML", got=str(file), expected="the name of a file ending in .yaml")
@@ -87,11 +87,12 @@ def sweep(
     """
     from rich.console import Console
 
-    from jostle import plots, requests
+    from jostle.asking import requests
+    from jostle.cli.terminal import print_sweep
+    from jostle.diagnose import plots
     from jostle.evaluate import Bank
     from jostle.sweep import AGREEMENT, LDS, draw, rank
     from jostle.sweep import sweep as carry_out
-    from jostle.terminal import print_sweep
 
     plots.check("sweep.png")
     texts = {"n_beta": n_beta, "localization": localization, "step_size": step_size, "burn_in": burn_in}

@@ -45,10 +45,10 @@ def evaluate(
 
     from rich.console import Console
 
-    from jostle import plots
+    from jostle.cli.terminal import print_report
+    from jostle.diagnose import plots
     from jostle.evaluate import Bank, compare
     from jostle.evaluate.report import read_array, read_scores
-    from jostle.terminal import print_report
 
     if figure is not None:
         plots.check(figure)

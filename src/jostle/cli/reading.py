@@ -11,7 +11,7 @@ from jostle.cli.shell import Normalize, Out, Query, Reduction, app, examples, sa
 from jostle.errors import InputError
 
 if TYPE_CHECKING:
-    from jostle.run import Run
+    from jostle.runs.run import Run
 
 
 def _warn(run: Run) -> None:
@@ -47,8 +47,8 @@ def top(
 
     from rich.console import Console
 
-    from jostle.run import load
-    from jostle.terminal import print_ranking
+    from jostle.cli.terminal import print_ranking
+    from jostle.runs.run import load
 
     opened = load(out)
     scores = opened.influence(
@@ -86,8 +86,8 @@ def show(
     """Print a query and training texts, tokens coloured by posterior correlation."""
     from rich.console import Console
 
-    from jostle.run import load
-    from jostle.terminal import legend, print_strongest, print_tokens
+    from jostle.cli.terminal import legend, print_strongest, print_tokens
+    from jostle.runs.run import load
 
     opened = load(out)
     texts, queries = opened.examples("train"), opened.examples("query")
@@ -132,7 +132,7 @@ def export(
     They are those of [bold]jostle top[/]: −correlations, which are on one scale for all examples, or −covariances
     ([bold]--covariance[/]), which predict how far a query's loss moves.
     """
-    from jostle.run import load
+    from jostle.runs.run import load
 
     load(out).influence(normalize=normalize, reduction=reduction).export(file)
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
@@ -161,9 +161,9 @@ def diagnose(
 
     from rich.console import Console
 
+    from jostle.cli.terminal import print_diagnostics, print_verdict
     from jostle.diagnose import command
-    from jostle.run import load
-    from jostle.terminal import print_diagnostics, print_verdict
+    from jostle.runs.run import load
 
     opened = load(out)
     found = opened.diagnostics(plot=plot)

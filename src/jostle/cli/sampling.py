@@ -155,7 +155,8 @@ def run(
     [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
     """
     given = only_given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
-    from jostle import ranks, requests
+    from jostle import ranks
+    from jostle.asking import requests
 
     ranks.join()
     if not auto and (rise is not None or kappa is not None):
@@ -195,7 +196,8 @@ def resume(
 
     Model, data and settings are those of its [bold]config.yaml[/]. A finished run is only read.
     """
-    from jostle import ranks, requests
+    from jostle import ranks
+    from jostle.asking import requests
 
     ranks.join()
     _carry_out(requests.of_run(out, only_given({"device": device, "shards": shards})), out)
@@ -223,7 +225,8 @@ def extend(
     while the chains walk again from the checkpoint; nothing that is recorded is observed again.
     If it is interrupted, [bold]jostle resume[/] goes on.
     """
-    from jostle import ranks, requests
+    from jostle import ranks
+    from jostle.asking import requests
 
     ranks.join()
     if draws is None and chains is None and not query:
@@ -244,7 +247,7 @@ def check(out: Out) -> None:
     Fingerprints, checksums, shapes, finite values and status. Model and data are
     not looked at: [bold]jostle resume[/] compares those.
     """
-    from jostle.integrity import examine
+    from jostle.runs.integrity import examine
 
     findings = examine(out)
     for finding in findings:
@@ -264,7 +267,8 @@ def check(out: Out) -> None:
 
 def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run: bool = False) -> None:
     """Sample, and end with a verdict."""
-    from jostle import ranks, requests
+    from jostle import ranks
+    from jostle.asking import requests
 
     def say_once(message: str) -> None:
         if ranks.leads():
@@ -280,8 +284,8 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
         return
     from rich.console import Console
 
+    from jostle.cli.terminal import print_summary
     from jostle.diagnose import command
-    from jostle.terminal import print_summary
 
     found = finished.diagnostics()
     print_summary(Console(highlight=False), found, str(out), command(finished.config, found["verdict"], out))

@@ -17,7 +17,7 @@ from jostle._version import __version__
 from jostle.errors import ChainsFailedError, InputError, JostleWarning, RankLostError, StorageError
 
 if TYPE_CHECKING:
-    from jostle.run import Run
+    from jostle.runs.run import Run
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]

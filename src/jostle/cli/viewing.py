@@ -38,7 +38,7 @@ def view(
 
     Works without a network, and reads a run that is still sampling.
     """
-    from jostle.run import Run
+    from jostle.runs.run import Run
     from jostle.viewer.answers import Answers
     from jostle.viewer.sources import open_sources
 
@@ -85,7 +85,7 @@ def report(
     ] = None,
 ) -> None:
     """Write views of chosen queries into one file: a page that needs no network, or a figure."""
-    from jostle.run import Run
+    from jostle.runs.run import Run
     from jostle.viewer.reading import Reading, UnreadableError
     from jostle.viewer.sources import open_sources
 

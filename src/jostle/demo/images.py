@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from jostle.demo import require_packages
 from jostle.posterior import Posterior
-from jostle.run import Run
+from jostle.runs.run import Run
+from jostle.runs.sampling import attribute
 from jostle.samplers import SGLD
-from jostle.sampling import attribute
 from jostle.scores import Entry, Ranking
 
 TEST_IMAGES = 450

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Line
 
+from jostle.data.texts import Example, Record, tokenize
 from jostle.demo import bilingual, recovery, require_packages
 from jostle.demo.bilingual import LEXICON, Text
 from jostle.demo.recovery import Recovery
 from jostle.losses import next_token
 from jostle.posterior import Posterior
-from jostle.run import Run
+from jostle.runs.run import Run
+from jostle.runs.sampling import attribute
 from jostle.samplers import SGLD
-from jostle.sampling import attribute
-from jostle.texts import Example, Record, tokenize
 
 MODEL = Path(__file__).parent / "bilingual_model"
 """The checkpoint, which `experiments/bilingual_model.py` trained on the texts of `corpus(CORPUS_SEED)`."""

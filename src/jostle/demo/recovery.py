@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from jostle.demo.bilingual import LEXICON
 from jostle.losses import next_token
-from jostle.run import Run
-from jostle.weights import MovingWeights
+from jostle.models.weights import MovingWeights
+from jostle.runs.run import Run
 
 WORDS: tuple[str, ...] = tuple(LEXICON)
 """The order of every row and column here."""

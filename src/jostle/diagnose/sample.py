@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jostle.estimate import BUFFER_BYTES
-from jostle.traces import Traces
+from jostle.traces.store import Traces
 
 PROBED_SERIES = 32
 """How many losses and how many products R-hat and effective sizes are read from; each takes some milliseconds."""

@@ -28,12 +28,12 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from jostle._version import __version__
-from jostle.data import Collate, Data
+from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning
 from jostle.evaluate.subsets import Subsets
-from jostle.functional import Observable, eval_mode, sample_means
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.functional import Observable, eval_mode, sample_means
 from jostle.scores import Scores
 
 FORMAT = 1

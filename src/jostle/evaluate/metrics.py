@@ -21,9 +21,9 @@ from jaxtyping import Bool, Float
 
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate.bank import Bank
-from jostle.run import Run
+from jostle.runs.run import Run
 from jostle.scores import Scores
-from jostle.traces import SequenceLosses
+from jostle.traces.store import SequenceLosses
 
 Per = Literal["query", "subset"]
 Correlation = Literal["spearman", "pearson"]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from jostle import plots
 from jostle.attributors import bm25, query_difficulty, random_scores, subset_size
+from jostle.diagnose import plots
 from jostle.errors import InputError
 from jostle.evaluate.bank import Bank
 from jostle.evaluate.metrics import (
@@ -26,7 +26,7 @@ from jostle.evaluate.metrics import (
     repeatability,
     self_influence,
 )
-from jostle.run import Run, load
+from jostle.runs.run import Run, load
 from jostle.scores import Scores
 
 METHOD_COLOUR, CONTROL_COLOUR = plots.BLUE, "#999999"

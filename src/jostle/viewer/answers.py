@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from jostle.diagnose import Sample, effective_sizes, half_scores, moving
+from jostle.diagnose.plots import LARGEST, autocorrelation_bands
 from jostle.errors import InputError
 from jostle.estimate import FEWEST_DRAWS
-from jostle.plots import LARGEST, autocorrelation_bands
 from jostle.viewer.places import best_layout, place
 from jostle.viewer.reading import Reading, Table, UnreadableError, finite, in_words
 from jostle.viewer.sources import RunSource, Source

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jostle.diagnose.plots import check
 from jostle.errors import InputError
-from jostle.plots import check
 from jostle.viewer.reading import Reading
 
 if TYPE_CHECKING:

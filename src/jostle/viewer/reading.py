@@ -22,8 +22,8 @@ from jostle.diagnose import Sample, diagnose, read_sample
 from jostle.errors import EstimateWarning, InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
 from jostle.scores import Scores
-from jostle.stores import Place
-from jostle.traces import Columns, SequenceLosses, Traces
+from jostle.traces.store import Columns, SequenceLosses, Traces
+from jostle.traces.stores import Place
 
 SETS = ("train", "query")
 

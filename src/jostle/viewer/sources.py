@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jostle.errors import InputError
 from jostle.scores import Scores
-from jostle.tensor_files import read_metadata
+from jostle.traces.tensor_files import read_metadata
 from jostle.viewer.reading import Opened, Reading, Table, UnreadableError, in_words
 
 PARTS = ("manifest.json", "config.yaml", "examples", "traces.zarr", "state")

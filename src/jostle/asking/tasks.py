@@ -1,0 +1,212 @@
+"""What a command is asked to attribute: a language model and texts, or whatever a user's own ``build()`` returns."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from jostle.data.texts import Example, read_records, tokenize
+from jostle.errors import InputError
+from jostle.losses import Loss, next_token
+from jostle.presets import LANGUAGE_WEIGHTS
+from jostle.runs.planning import require_room
+
+log = logging.getLogger("jostle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its data and its loss; `options` are further arguments of `jostle.attribute`."""
+
+    model: nn.Module
+    train: Any
+    query: Any
+    loss: Loss
+    sampling_data: Any = None
+    default_weights: str = "all"
+    examples: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def language_model(
+    model: str,
+    *,
+    train: str,
+    query: str | Sequence[str],
+    sampling: str | None = None,
+    max_length: int | None = None,
+    device: str | None = None,
+    spread: bool = False,
+) -> Task:
+    """Load a causal language model and the texts to attribute.
+
+    Args:
+        model: a directory or hub id for ``AutoModelForCausalLM``; of a directory with a PEFT adapter, the adapter alone
+            moves.
+        train: texts to score (see `jostle.data.texts`).
+        query: texts or prompt–completion pairs on which influence is measured; of several files, one after another.
+        sampling: what minibatches are drawn from, where it is more than ``train``.
+        max_length: cut sequences after so many tokens; the model's context by default.
+        device: ``"cuda"``, ``"cpu"``, ...; a GPU where there is one.
+        spread: leave the model in the memory of the host, from where it will be spread over several such devices.
+    """
+    _require_place(model)
+    files = {"train": [train], "query": [query] if isinstance(query, str) else query}
+    files |= {} if sampling is None else {"sampling": [sampling]}
+    records = {
+        name: [record for path in paths for record in read_records(path, name=name)] for name, paths in files.items()
+    }
+    network, tokenizer, adapted = _load(model, device, spread=spread)
+    context = getattr(network.config, "max_position_embeddings", None) or getattr(network.config, "n_positions", None)
+    if max_length is not None and context is not None and max_length > context:
+        raise InputError("max_length", got=max_length, expected=f"at most the model's context of {context} tokens")
+    longest = max_length or context or 2048
+    examples = {name: tokenize(part, tokenizer, name=name, longest=longest) for name, part in records.items()}
+    _check_vocabulary(examples, network, model)
+    return Task(
+        model=network,
+        train=_samples(examples["train"]),
+        query=_samples(examples["query"]),
+        sampling_data=_samples(examples["sampling"]) if "sampling" in examples else None,
+        loss=next_token(),
+        default_weights="all" if adapted else LANGUAGE_WEIGHTS,  # an adapter is its own restriction
+        examples={name: [example.to_dict() for example in examples[name]] for name in ("train", "query")},
+    )
+
+
+def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
+    return [example.sample for example in examples]
+
+
+def _require_place(name: str) -> None:
+    """Refuse a local path that is not there, which would otherwise be asked of the hub as an id, again and again.
+
+    ``owner/name`` is a path where there is a directory ``owner``; a bare name is one where a model's directory has
+    nearly the same name.
+    """
+    place = Path(name)
+    if place.exists():
+        return
+    beside = [path for path in place.parent.glob("*") if path.is_dir()] if place.parent.is_dir() else []
+    bare = place.parent == Path() and not name.startswith(".")
+    if bare:
+        beside = [path for path in beside if (path / "config.json").is_file()]
+    near = difflib.get_close_matches(place.name, sorted(path.name for path in beside), n=1, cutoff=0.8 if bare else 0.6)
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if local or near or (not bare and place.parent.is_dir()):
+        raise InputError(
+            "model",
+            got=f"{name}, which does not exist",
+            expected="a directory with a causal language model and its tokenizer, or a hub id",
+            fix=f"there is {place.parent / near[0]}" if near else "",
+        )
+
+
+def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, bool]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "model",
+            got="no package 'transformers'",
+            expected="the packages of the extra 'hf'",
+            fix="pip install 'jostle[hf]'",
+        ) from error
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # bfloat16 is what GPUs are fast in; on a CPU without native support it is over a hundred times slower than float32.
+    dtype = torch.bfloat16 if place.startswith("cuda") else torch.float32
+    adapter = Path(name) / "adapter_config.json"
+    try:
+        if adapter.is_file():
+            network = _load_adapter(name, dtype)
+        else:
+            auto: Any = transformers.AutoModelForCausalLM
+            network = auto.from_pretrained(name, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except InputError:
+        raise
+    except Exception as error:  # files, formats and the network fail in many ways
+        raise InputError(
+            "model",
+            got=f"{name}, which could not be loaded ({type(error).__name__}: {str(error).splitlines()[0][:120]})",
+            expected="a directory with a causal language model and its tokenizer, or a hub id",
+            fix="without a network, download the model and pass its directory",
+        ) from error
+    if not spread:
+        require_room(network, torch.device(place))
+        network = network.to(place)
+    return network, tokenizer, adapter.is_file()
+
+
+def _load_adapter(name: str, dtype: torch.dtype) -> Any:
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ImportError as error:
+        raise InputError(
+            "model", got="no package 'peft'", expected="it, for an adapter", fix="pip install peft"
+        ) from error
+    # Trainable, so that the adapter's weights are the ones that "all" moves; the base model is frozen and shared.
+    return peft.AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype, is_trainable=True)
+
+
+def _check_vocabulary(examples: dict[str, list[Example]], network: Any, model: str) -> None:
+    size = network.get_input_embeddings().weight.shape[0]
+    largest = max(max(example.input_ids) for part in examples.values() for example in part)
+    if largest >= size:
+        raise InputError(
+            "model",
+            got=f"a tokenizer that gives token {largest}, for a vocabulary of {size}",
+            expected="the tokenizer that the model was trained with",
+            fix=f"check the tokenizer files in {model}",
+        )
+
+
+def from_file(reference: str, device: str | None = None) -> Task:
+    """Call ``build()`` of a user's own file: ``my_file.py:build``.
+
+    It returns a mapping with ``model``, ``train``, ``query`` and ``loss``, and whatever else `jostle.attribute` takes
+    (``sampling_data``, ``collate``, ``potential_loss``, ``observables``, ``examples``).
+    """
+    path, _, name = reference.partition(":")
+    if not Path(path).is_file():
+        fix = "a run whose file has moved goes on by jostle run OUT --task NEW.py:FUNCTION"
+        raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION", fix=fix)
+    spec = importlib.util.spec_from_file_location("jostle_task", path)
+    if spec is None or spec.loader is None:
+        raise InputError("task", got=path, expected="a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build = getattr(module, name or "build", None)
+    if not callable(build):
+        raise InputError("task", got=f"no function {name or 'build'!r} in {path}", expected="FILE.py:FUNCTION")
+    returned = build()
+    expected = "a mapping with model, train, query and loss"
+    if not isinstance(returned, Mapping):
+        raise InputError("task", got=f"a build() that returns a {type(returned).__name__}", expected=expected)
+    built: dict[str, Any] = {str(key): value for key, value in returned.items()}
+    missing = [key for key in ("model", "train", "query", "loss") if not isinstance(built, Mapping) or key not in built]
+    if missing:
+        raise InputError(
+            "task",
+            got=f"a build() without {', '.join(missing)}",
+            expected="a mapping with model, train, query and loss",
+        )
+    rest = {key: value for key, value in built.items() if key not in ("model", "train", "query", "loss", "examples")}
+    model = built["model"].to(device) if device else built["model"]
+    return Task(
+        model=model,
+        train=built["train"],
+        query=built["query"],
+        loss=built["loss"],
+        examples=built.get("examples", {}),
+        options=rest,
+    )

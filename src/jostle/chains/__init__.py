@@ -1,0 +1,1 @@
+"""Chains: how they move, what is seen of them, and what is kept."""

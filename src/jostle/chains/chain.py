@@ -1,0 +1,211 @@
+"""Chains: where they stand, how they move, and what is seen of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.chains import randomness
+from jostle.chains.observing import Observer
+from jostle.config import Config
+from jostle.data.datasets import Data
+from jostle.losses import Loss, at_least_float32
+from jostle.models.functional import FunctionalModel, Observable
+from jostle.samplers import Statistics
+
+log = logging.getLogger("jostle")
+
+
+@dataclass
+class Group:
+    """Chains that are at the same step, moved together."""
+
+    chains: list[int]
+    step: int
+    weights: Float[Tensor, "chain weight"]
+    statistics: Statistics
+
+    def select(self, keep: list[int]) -> None:
+        """Keep only these rows."""
+        self.chains = [self.chains[row] for row in keep]
+        self.weights = self.weights[keep]
+        self.statistics = {name: value[keep] for name, value in self.statistics.items()}
+
+
+class Walk(Protocol):
+    """How chains get from draw to draw, and what is seen there."""
+
+    config: Config
+    model: FunctionalModel
+
+    def start(self, chains: list[int]) -> Group:
+        """Put chains at step 0."""
+        ...
+
+    def advance(self, group: Group) -> None:
+        """Move a group by one step."""
+        ...
+
+    def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return what is recorded of a draw."""
+        ...
+
+
+class Dynamics:
+    """How chains move and what is seen of them.
+
+    Attributes:
+        keeps_weights: whether the weights of every draw are recorded, too.
+        center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
+            `full_gradient`).
+    """
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        config: Config,
+        *,
+        sampling_data: Data,
+        potential_loss: Loss,
+        observers: Mapping[str, Observer],
+        observables: Mapping[str, Observable],
+    ) -> None:
+        self.model, self.config = model, config
+        self._sampling_data, self._potential_loss = sampling_data, potential_loss
+        self._observers, self._observables = observers, observables
+        self._center = model.moving.center
+        self.center_gradient: Float[Tensor, " weight"] | None = None
+        self.keeps_weights = False
+        self._move: Callable[..., Statistics] = self._step
+        self._pieces = 1
+        config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
+
+    def compile_step(self, compiled: bool = True) -> None:
+        """Make the step one pass over memory; without it, each of its operations is one."""
+        self._move = torch.compile(self._step, dynamic=False) if compiled else self._step
+
+    def start(self, chains: list[int]) -> Group:
+        """Put chains at w*, at step 0."""
+        moving = self.model.moving
+        weights = torch.empty(len(chains), moving.total, dtype=moving.dtype, device=self.model.device)
+        weights.copy_(moving.center)
+        return Group(chains, 0, weights, self.config.sampler.init(weights))
+
+    def gradient(self, group: Group) -> Float[Tensor, "chain weight"]:
+        """Return the gradient of each chain's mean loss on the minibatch B of its next step.
+
+        With control variates it is ∇L̄(w; B) − ∇L̄(w*; B) + ∇L̄(w*): the same on average, and without what of the
+        minibatch's noise is there at w* already.
+
+        Reference: Baker et al., *Control variates for stochastic gradient MCMC*, 2019.
+        """
+        config, n = self.config, len(self._sampling_data)
+        if not config.posterior.n_beta:
+            return torch.zeros_like(group.weights)
+        batches = [
+            randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n)
+            for chain in self._sources(group.chains)
+        ]
+        gradient = self._mean_loss_gradient(group.weights, batches)
+        if not config.control_variates or config.batch_size >= n:
+            return gradient
+        assert self.center_gradient is not None
+        # A sum of its own before the next call, which may write its gradient over this one.
+        controlled = gradient + self.center_gradient
+        return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+
+    def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
+        """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
+        while True:
+            try:
+                if self._pieces == 1:
+                    return self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, batches)
+                total: Tensor | None = None
+                for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
+                    part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
+                    part = len(pieces[0]) / len(batches[0]) * part.to(weights.dtype)
+                    total = part if total is None else total.add_(part)
+                assert total is not None
+                return total
+            except torch.OutOfMemoryError:
+                if self._pieces >= len(batches[0]) or self.model.crew.count > 1:
+                    raise
+            # Only here: an error that is being handled holds on to the memory of what failed.
+            self.model.free_memory()
+            self._pieces = min(2 * self._pieces, len(batches[0]))
+            log.warning("out of memory: minibatches are gone through in %d pieces from here on", self._pieces)
+
+    def advance(self, group: Group) -> None:
+        """Move a group by one step."""
+        config, gradient = self.config, self.gradient(group)
+        burning_in = group.step < config.burn_in
+        before, after = group.statistics, {}
+        sources = self._sources(group.chains)
+        blocks = randomness.noise(config.seed, sources, group.step, self.model.moving, self.model.device)
+        mirrored = [row for row, chain in enumerate(group.chains) if chain != sources[row]]
+        if getattr(config.sampler, "whole_chain", False):
+            noises = [noise for _, noise in blocks]
+            whole = noises[0] if len(noises) == 1 else torch.cat(noises, dim=1)
+            blocks = [(slice(0, self.model.moving.total), whole)]
+        for part, noise in blocks:
+            if mirrored:
+                noise[mirrored] *= -1
+            block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
+            after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+        torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
+        # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
+        group.statistics = {name: before[name] if self._per_weight(before[name]) else after[name] for name in before}
+        group.step += 1
+
+    def _sources(self, chains: list[int]) -> list[int]:
+        """Whose random numbers each chain uses: its own or, in an antithetic pair, those of the first of the two."""
+        return [chain - chain % 2 for chain in chains] if self.config.antithetic else chains
+
+    def _per_weight(self, statistic: Tensor) -> bool:
+        return statistic.ndim == 2 and statistic.shape[1] == self.model.moving.total
+
+    def _step(
+        self, weights: Tensor, gradient: Tensor, noise: Tensor, statistics: Statistics, center: Tensor, burning_in: bool
+    ) -> Statistics:
+        """Move a block of weights, and what is known of each of them, in place: one pass over memory if compiled."""
+        potential = self.config.posterior.potential(center.to(weights.dtype))
+        moved, after = self.config.sampler.step(
+            weights, gradient.to(weights.dtype), noise, statistics, potential, burning_in=burning_in
+        )
+        weights.copy_(moved)
+        for name, value in statistics.items():
+            if value.shape == weights.shape:
+                value.copy_(after[name])
+        return after
+
+    def observe(
+        self, group: Group, observers: Mapping[str, Observer] | None = None
+    ) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return the losses of every observed set, and every observable, at the group's weights.
+
+        ``observers`` stand in for those of the run: a pilot looks at a few examples only.
+        """
+        observers = self._observers if observers is None else observers
+        seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
+        for name, observable in self._observables.items():
+            seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
+        if self.keeps_weights:
+            # A copy, whole however the model is spread: the next step is made in place.
+            seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])
+        return seen
+
+
+def full_gradient(model: FunctionalModel, loss: Loss, data: Data, batch_size: int) -> Float[Tensor, " weight"]:
+    """Return the gradient at w* of the mean loss over all data, in batches, the same whenever it is asked for."""
+    center, total = model.moving.center[None], torch.zeros_like(model.moving.center, dtype=torch.float64)
+    for start in range(0, len(data), batch_size):
+        chosen = np.arange(start, min(start + batch_size, len(data)))
+        total += len(chosen) / len(data) * model.mean_loss_gradient(loss, center, data, [chosen])[0]
+    return total.to(model.moving.dtype)

@@ -1,0 +1,235 @@
+"""How a run is carried out on this machine: chosen by trying, once, and kept when the run is resumed.
+
+None of it changes a number beyond rounding; but a resumed run should not differ by rounding either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jostle.chains.chain import Dynamics
+from jostle.chains.spreading import Spread
+from jostle.config import Config
+from jostle.models.in_place import InPlace
+
+log = logging.getLogger("jostle")
+
+WORTH_COMPILING = 240.0
+"""A run that would take more seconds than this on a GPU is compiled: that saves a fifth of them, and takes about 50."""
+
+WORTH_TRYING = 60.0
+"""A run on a CPU that would take fewer seconds than this is not tried in other ways than the plain one."""
+
+WORTHWHILE_GAIN = 1.1
+"""How much quicker than the plain one another way has to be."""
+
+COMPARED_ENTRIES = 1 << 24
+"""Of a gradient, about how many entries two ways are compared by: that of a large model has no room twice."""
+
+LEAST_DRAWS = 60
+"""The same for so many draws: trying takes two of them in each of three ways."""
+
+
+@dataclass
+class Execution:
+    """What was chosen.
+
+    Attributes:
+        chains_at_once: how many chains run side by side.
+        compiled: whether model and step are compiled.
+        threads: over how many threads the chains of a group are spread.
+        onednn: whether PyTorch may hand operations to oneDNN, whose calls cost more than small products on ARM.
+        batch_sizes: examples in one forward pass of an observation, by set.
+    """
+
+    chains_at_once: int = 1
+    compiled: bool = False
+    threads: int = 1
+    onednn: bool = True
+    batch_sizes: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a manifest has it."""
+        return asdict(self)
+
+
+def choose(
+    config: Config,
+    alone: Dynamics,
+    together: Dynamics | None,
+    spread: Spread | None,
+    *,
+    at_once: int,
+    compile: bool | None,
+) -> Execution:
+    """Try the ways there are of running these chains.
+
+    Args:
+        config: the run's configuration.
+        alone: chains one after another, in place.
+        together: chains side by side, where they can run so.
+        spread: the same over several threads.
+        at_once: how many of them.
+        compile: whether to compile; None leaves it to how long the run takes.
+    """
+    on_gpu = alone.model.device.type == "cuda"
+    if not on_gpu and (together is not None or not compile):
+        return _choose_on_cpu(config, together or alone, spread, at_once if together else 1)
+    if together is not None:
+        one, several = _estimate(alone, config, 1), _estimate(together, config, at_once)
+        log.info("about %.0f s one chain after another, %.0f s with %d side by side", one, several, at_once)
+        if several < one:
+            return Execution(chains_at_once=at_once)
+    if compile is None:
+        seconds = _estimate(alone, config, 1) if on_gpu else 0.0
+        compile = seconds > WORTH_COMPILING
+        if on_gpu:
+            log.info("about %.0f s of sampling: %s compiling", seconds, "worth" if compile else "not worth")
+    return Execution(compiled=compile and _compile(alone))
+
+
+def _choose_on_cpu(config: Config, plain: Dynamics, spread: Spread | None, at_once: int) -> Execution:
+    """Try other kernels and other threads, where the run is long enough for that."""
+    best = Execution(chains_at_once=at_once)
+    groups = -(-config.chains // at_once)
+    if config.draws * groups < LEAST_DRAWS or plain.model.crew.count > 1:
+        return best
+    seen, first = _trial(plain, best, config)
+    if first < WORTH_TRYING:
+        return best
+    least, tolerance = first / WORTHWHILE_GAIN, 10 * plain.model.tolerance
+    arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
+
+    def consider(way: Execution, dynamics: Dynamics) -> None:
+        nonlocal best, least
+        try:
+            values, seconds = _trial(dynamics, way, config)
+        except Exception as error:  # a model may be impossible to copy, say
+            log.info(
+                "chains are not spread over threads (%s: %s)", type(error).__name__, str(error).partition("\n")[0][:100]
+            )
+            return
+        if seconds < least and (values - seen).norm() <= tolerance * seen.norm():
+            best, least = way, seconds
+
+    if arm and onednn_enabled():
+        consider(replace(best, onednn=False), plain)
+    if spread is not None:
+        consider(replace(best, threads=spread.threads), spread)
+    log.info(
+        "about %.0f s of sampling, %.0f s as it will run: %d chains at once on %d threads, %s oneDNN",
+        first, least if best != Execution(chains_at_once=at_once) else first,
+        at_once, best.threads, "with" if best.onednn else "without",
+    )  # fmt: skip
+    return best
+
+
+def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[Tensor, float]:
+    """What is seen after a few steps, and about how many seconds the run would take."""
+    group = dynamics.start(list(range(way.chains_at_once)))
+    step = observation = float("inf")
+    seen: list[Tensor] = []
+    with onednn(way.onednn):
+        for _ in range(3):
+            started = time.perf_counter()
+            dynamics.advance(group)
+            step = min(step, time.perf_counter() - started)
+        for _ in range(2):
+            started = time.perf_counter()
+            seen = [value.flatten() for value in dynamics.observe(group).values()]
+            observation = min(observation, time.perf_counter() - started)
+    groups = -(-config.chains // way.chains_at_once)
+    return torch.cat(seen), groups * (config.draws * observation + config.steps[-1] * step)
+
+
+def prepare(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> None:
+    """Make chains run in the way that was chosen, until the model is given back."""
+    if not execution.onednn:
+        in_place.until_given_back(onednn(False))
+    model = dynamics.model
+    if not isinstance(model, InPlace):
+        return
+    if execution.compiled and not model.compiled:
+        _compile(dynamics)
+    if model.device.type == "cuda":
+        model.replay()
+        probe(dynamics, 1)
+
+
+def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
+    """What is seen, and which way it goes, at w*; and how long an observation and a step take."""
+    group = dynamics.start(list(range(chains)))
+    values, seconds = [], []
+    every = -(-group.weights.shape[1] // COMPARED_ENTRIES)
+    for work in (
+        lambda: list(dynamics.observe(group).values()),
+        lambda: [dynamics.gradient(group)[:, ::every].float()],
+    ):
+        work()  # the first time, kernels are loaded or compiled
+        _wait(dynamics)
+        started = time.perf_counter()
+        values += work()
+        _wait(dynamics)
+        seconds.append(dynamics.model.crew.slowest(time.perf_counter() - started))
+    dynamics.advance(group)
+    return values, seconds[0], seconds[1]
+
+
+def onednn_enabled() -> bool:
+    """Return whether PyTorch may use oneDNN."""
+    return bool(getattr(torch.backends.mkldnn, "enabled"))  # noqa: B009 - its type is not declared
+
+
+@contextlib.contextmanager
+def onednn(enabled: bool) -> Iterator[None]:
+    """Have PyTorch use oneDNN, or not, for as long as this lasts."""
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.enabled
+    mkldnn.enabled = enabled and before
+    try:
+        yield
+    finally:
+        mkldnn.enabled = before
+
+
+def _wait(dynamics: Dynamics) -> None:
+    if dynamics.model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _estimate(dynamics: Dynamics, config: Config, chains: int) -> float:
+    """About how many seconds the run would take, with so many chains at once."""
+    _, observation, step = probe(dynamics, chains)
+    return -(-config.chains // chains) * (config.draws * observation + config.steps[-1] * step)
+
+
+def _compile(dynamics: Dynamics) -> bool:
+    """Compile model and step where that works and changes nothing but rounding; say so where it does not."""
+    model = dynamics.model
+    assert isinstance(model, InPlace)
+    plain, *_ = probe(dynamics, 1)
+    started = time.perf_counter()
+    try:
+        model.compile("inductor")
+        dynamics.compile_step()
+        compiled, *_ = probe(dynamics, 1)
+        same = all((a - b).norm() <= 10 * model.tolerance * a.norm() for a, b in zip(plain, compiled, strict=True))
+        reason = None if same else "compiled, the model gives other numbers"
+    except Exception as error:  # any model may hit any limit of the compiler; it runs without
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
+    if reason is None:
+        log.info("compiled in %.0f s", time.perf_counter() - started)
+        return True
+    model.compile(None)
+    dynamics.compile_step(False)
+    log.warning("running without torch.compile (%s)", reason)
+    return False

@@ -1,0 +1,80 @@
+"""How far the chains have come: a bar on a terminal, a line a minute in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jostle.chains.observing import Observer
+
+SECONDS_BETWEEN_LINES = 60.0
+"""How often a log is told of progress."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar is told after every step."""
+
+    steps_done: int
+    mean_loss: float | None
+
+
+@contextlib.contextmanager
+def progress_bar(show: bool, steps: int, observers: Mapping[str, Observer]) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar with the mean training loss, beside its value at w*; in a log, a line a minute."""
+    if not show:
+        yield lambda progress: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        yield _minutely(steps)
+        return
+    from rich.progress import (
+        BarColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    center = float(next(iter(observers.values())).center_losses.mean())
+    columns = (
+        BarColumn(10),  # all of it fits into 80 columns
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("gone"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with RichProgress(*columns, console=console) as bar:
+        task = bar.add_task("", total=steps, loss=f"loss {center:.4g} at w*")
+
+        def report(progress: Progress) -> None:
+            if progress.mean_loss is not None:
+                bar.update(task, loss=f"loss {progress.mean_loss:.4g} ({center:.4g} at w*)")
+            bar.update(task, completed=progress.steps_done)
+
+        yield report
+
+
+def _minutely(steps: int) -> Callable[[Progress], None]:
+    """Say once a minute, on stderr, how far the chains have come."""
+    began = last = time.monotonic()
+    first: int | None = None
+
+    def report(progress: Progress) -> None:
+        nonlocal last, first
+        now, first = time.monotonic(), progress.steps_done if first is None else first
+        if now - last >= SECONDS_BETWEEN_LINES and progress.steps_done > first:
+            last = now
+            left = (steps - progress.steps_done) * (now - began) / (progress.steps_done - first)
+            done = f"{progress.steps_done:,} of {steps:,} steps"
+            print(f"jostle: {done}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,115 @@
+"""Every random number of a run, from counters instead of from history.
+
+Minibatches depend on (seed, chain, step), noise on (seed, chain, step, parameter), and neither on anything else:
+not on how many chains run side by side, on which weights move beside this one, or on an interruption. The CPU uses
+NumPy's counter-based Philox generator. A CUDA device uses its own, seeded from (seed, chain, step), for all weights at
+once: the two kinds of device draw different noise from one seed, and on CUDA the noise of a weight depends on which
+others move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.models.weights import MovingWeights
+
+BLOCK = 1 << 28
+"""How many weights of a chain are moved at once on a CUDA device; part of what a seed means there."""
+
+WORTH_THREADS = 1 << 17
+"""From so many numbers on, several threads make a CPU's noise, each that of some chains."""
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="jostle-noise")
+
+
+@cache
+def _stream(name: str) -> int:
+    """A 64-bit number for a name; unlike Python's hash, the same in every process."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+class _Counter:
+    """A generator that is put at (seed, stream, chain, step), at a small part of the cost of making a new one."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed % 2**64
+        self._bits = np.random.Philox(0)
+        self._generator = np.random.Generator(self._bits)
+
+    def at(self, stream: str, chain: int, step: int) -> np.random.Generator:
+        # The first two counter words count the numbers drawn; chain and step sit in words these never reach.
+        counter = np.array([0, 0, chain, step], np.uint64)
+        key = np.array([self._seed, _stream(stream)], np.uint64)
+        self._bits.state = {
+            "bit_generator": "Philox",
+            "state": {"counter": counter, "key": key},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator
+
+
+def minibatch(seed: int, chain: int, step: int, *, size: int, of: int) -> np.ndarray:
+    """Return the indices of one minibatch, drawn without replacement; all of them, in order, where it is whole."""
+    if size >= of:
+        return np.arange(of)
+    return _Counter(seed).at("minibatch", chain, step).choice(of, size, replace=False, shuffle=False)
+
+
+def noise(
+    seed: int, chains: list[int], step: int, moving: MovingWeights, device: torch.device
+) -> Iterator[tuple[slice, Float[Tensor, "chain weight"]]]:
+    """Give standard normal numbers for one step of these chains, as blocks of weights.
+
+    On a CUDA device the weights come in blocks, so that the noise of a large model is never in memory as a whole.
+    """
+    if device.type == "cpu":
+        values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
+
+        def fill(row: np.ndarray, chain: int, counter: _Counter) -> None:
+            for (name, part), size, kept in zip(moving.slices.items(), moving.whole.sizes, moving.kept, strict=True):
+                generator = counter.at(f"noise/{name}", chain, step)
+                if size == part.stop - part.start:
+                    generator.standard_normal(out=row[part], dtype=row.dtype)
+                else:  # the numbers of a shard are those that the whole parameter has there
+                    row[part] = generator.standard_normal(size, dtype=row.dtype)[kept]
+
+        if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
+            counter = _Counter(seed)
+            for row, chain in zip(values, chains, strict=True):
+                fill(row, chain, counter)
+        else:
+            list(_threads(torch.get_num_threads()).map(fill, values, chains, [_Counter(seed) for _ in chains]))
+        yield slice(0, moving.total), torch.from_numpy(values)
+        return
+    generators = [
+        torch.Generator(device).manual_seed(_stream.__wrapped__(f"{seed}/{chain}/{step}/noise") % 2**63)
+        for chain in chains
+    ]
+    places, given = moving.places(), 0
+    for start in range(0, moving.whole.total, BLOCK):
+        stop = min(start + BLOCK, moving.whole.total)
+        block = torch.empty(len(chains), stop - start, dtype=moving.dtype, device=device)
+        for row, generator in zip(block, generators, strict=True):
+            row.normal_(generator=generator)
+        if moving.whole is not moving:
+            here = [slice(max(place.start, start) - start, min(place.stop, stop) - start) for place in places]
+            parts = [block[:, part] for part in here if part.start < part.stop]
+            if not parts:  # all of it is other ranks'
+                continue
+            block = torch.cat(parts, dim=1)
+        yield slice(given, given + block.shape[1]), block
+        given += block.shape[1]

@@ -1,0 +1,117 @@
+"""Chains of a group spread over threads: the way of small models on a CPU.
+
+Operations on a hundred thousand numbers gain nothing from threads of their own, which mostly wait for each other. So
+every thread takes some of the chains, and does all of their step and of their observation by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from jostle.chains.chain import Dynamics, Group
+from jostle.chains.observing import Observer
+from jostle.models.functional import SideBySide
+
+Result = TypeVar("Result")
+
+
+class OnEveryThread(SideBySide):
+    """A model of which every thread has a copy, since weights are substituted in it; its tensors are there once."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This thread's."""
+        if not hasattr(self._own, "model"):
+            shared = {id(value): value for value in (*self._given.parameters(), *self._given.buffers())}
+            self._own.model = copy.deepcopy(self._given, shared)
+        return self._own.model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._given, self._own = model, threading.local()
+        self._own.model = model
+
+
+class Spread(Dynamics):
+    """Chains of a group moved and observed by several threads, each some of them.
+
+    Attributes:
+        threads: how many.
+    """
+
+    def __init__(self, model: OnEveryThread, *others: Any, threads: int, **named: Any) -> None:
+        super().__init__(model, *others, **named)
+        self.threads = threads
+        self._ready = threading.local()
+
+    def advance(self, group: Group) -> None:
+        """Move a group by one step."""
+        parts = self._parts(group)
+        self._each(super().advance, parts)
+        # Weights, and statistics of single weights, were moved in place; those of whole chains may be new.
+        group.statistics = {
+            name: value if self._per_weight(value) else torch.cat([part.statistics[name] for part in parts])
+            for name, value in group.statistics.items()
+        }
+        torch.autograd.graph.increment_version(group.weights)
+        group.step += 1
+
+    def observe(
+        self, group: Group, observers: Mapping[str, Observer] | None = None
+    ) -> dict[str, Float[Tensor, "chain column"]]:
+        """Return the losses of every observed set, and every observable, at the group's weights."""
+        observe = super().observe
+        seen = self._each(lambda part: observe(part, observers), self._parts(group))
+        return {name: torch.cat([values[name] for values in seen]) for name in seen[0]}
+
+    def _parts(self, group: Group) -> list[Group]:
+        """The group in parts that share its memory; `data`, as what one thread moves is not a change to another's."""
+        count, threads = len(group.chains), min(self.threads, len(group.chains))
+        bounds = [count * number // threads for number in range(threads + 1)]
+        rows = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+        return [
+            Group(
+                group.chains[part],
+                group.step,
+                group.weights[part].data,
+                {name: value[part].data for name, value in group.statistics.items()},
+            )
+            for part in rows
+        ]
+
+    def _each(self, work: Callable[[Group], Result], parts: list[Group]) -> list[Result]:
+        return list(_pool(self.threads).map(lambda part: self._work(work, part), parts))
+
+    def _work(self, work: Callable[[Group], Result], part: Group) -> Result:
+        if not hasattr(self._ready, "here"):
+            # What a loss finds out about a model, once for each, it cannot find out among chains side by side.
+            with torch.no_grad():
+                self._potential_loss(self.model.model, self._sampling_data.batch(range(1)))
+            self._ready.here = True
+        return work(part)
+
+
+@cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Threads whose operations do not start others."""
+    before, all_here = torch.get_num_threads(), threading.Barrier(count)
+
+    def begin() -> None:
+        torch.get_num_threads()  # the first call in a thread would undo what was set before it
+        torch.set_num_threads(1)
+        all_here.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="jostle-chains", initializer=begin)
+    list(pool.map(int, range(count)))
+    torch.set_num_threads(before)  # here, that is; each thread has its own number
+    return pool

@@ -1,0 +1,1 @@
+"""The model as a function of the weights that move."""

@@ -1,0 +1,282 @@
+"""One chain at a time in the model's own parameters: the way of large models, and of whatever `vmap` cannot take.
+
+A chain's weights are written over the model's moving parameters, so there is no second copy of them, and everything
+that is usually done to a model can be done to this one: its blocks compiled, its passes recorded as CUDA graphs. w* is
+put back at the end, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from jostle.data.datasets import Data
+from jostle.losses import Loss, at_least_float32
+from jostle.models.float8 import Float8
+from jostle.models.functional import FunctionalModel, ObservedBatch, minibatch, sample_means
+from jostle.models.prefix import Prefix
+from jostle.models.weights import MovingWeights
+
+log = logging.getLogger("jostle")
+
+LENGTH_STEP = 16
+"""Minibatches of sequences are padded to a multiple of this on a GPU, so that few shapes are recorded."""
+
+TUNING = {"coordinate_descent_tuning": True}
+"""How to compile: as shipped, kernels that only pass over memory reach half of its speed."""
+
+
+class InPlace(FunctionalModel):
+    """The model, lent for sampling: a context manager that gives it back as it was.
+
+    Args:
+        model: the model, at w*.
+        moving: which of its weights move.
+        bfloat16: compute matrix products in bfloat16 (autocast).
+        float8: what observes in float8, where that was asked for.
+
+    Attributes:
+        replayed: how many passes came from a CUDA graph.
+    """
+
+    def __init__(
+        self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False, float8: Float8 | None = None
+    ) -> None:
+        super().__init__(model, moving, bfloat16=bfloat16)
+        self._float8 = float8
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = [parameters[name] for name in moving.names]
+        self._placed: list[Tensor] = []
+        self._placed_version: int | None = None
+        self._prefix = Prefix(model, self._parameters)
+        self._compiled: list[nn.Module] = []
+        self._graphs: dict[Hashable, _Graph] | None = None
+        self._lasting = contextlib.ExitStack()
+        self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
+        self.replayed = 0
+
+    def __enter__(self) -> Self:
+        self._required_gradient = [(value, value.requires_grad) for value in self.model.parameters()]
+        # Gradients of weights that do not move would be computed and thrown away.
+        moving = {id(parameter) for parameter in self._parameters}
+        for parameter, _ in self._required_gradient:
+            if parameter.is_floating_point():
+                parameter.requires_grad_(id(parameter) in moving)
+        # Images run through a GPU's matrix units with their channels innermost; one such filter makes all follow.
+        filters = [m.weight for m in self.model.modules() if isinstance(m, nn.Conv2d) and m.weight.is_cuda]
+        self._laid_out = [(parameter, parameter.data) for parameter in filters]
+        for parameter, values in self._laid_out:
+            parameter.data = values.contiguous(memory_format=torch.channels_last)
+        if self._float8 is not None:
+            self.until_given_back(self._float8)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lasting.close()
+        self._place(self.moving.center)
+        self._placed = []
+        for parameter, values in self._laid_out:
+            parameter.data = values
+        for parameter, required in self._required_gradient:
+            parameter.requires_grad_(required)
+        self.compile(None)
+        self._graphs = None
+
+    def until_given_back(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """Enter a context that is left together with the model."""
+        self._lasting.enter_context(context)
+
+    def compile(self, backend: str | None) -> None:
+        """Compile the model's repeated blocks, or all of it where it has none; None undoes it.
+
+        Blocks that are alike share one compilation, which keeps it short however deep the model is.
+        """
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        moving_blocks = self._prefix.blocks[len(self._prefix.frozen) :]
+        self._compiled = [] if backend is None else (moving_blocks or [self.model])
+        for module in self._compiled:
+            module.compile(backend=backend, options=TUNING if backend == "inductor" else None)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return bool(self._compiled)
+
+    def replay(self) -> None:
+        """From now on, record each pass as a CUDA graph and replay it: a launch takes longer than a small kernel."""
+        self._graphs = {}
+        # All recordings of a model share their working memory: no two are replayed at the same time.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _place(self, flat: Float[Tensor, " weight"]) -> None:
+        """Write one chain's weights over the parameters."""
+        if not self._placed or self._placed[0].data_ptr() != flat.data_ptr():
+            parts = zip(flat.split(self.moving.sizes), self.moving.shapes, strict=True)
+            self._placed, self._placed_version = [part.view(shape) for part, shape in parts], None
+        # Every operation in place counts a tensor's version up: the same weights are written once.
+        if self._placed_version != flat._version:
+            with torch.no_grad():
+                torch.ops.aten._foreach_copy_(self._written(), self._placed)
+            self._placed_version = flat._version
+
+    def _written(self) -> list[Tensor]:
+        """Where weights are written."""
+        return [*self._parameters]
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Call a function of the model."""
+        return function(self.model, *inputs)
+
+    @torch.no_grad()
+    def evaluate(
+        self, function: Callable[..., Tensor], weights: Float[Tensor, "chain weight"], *inputs: Any
+    ) -> Float[Tensor, "chain ..."]:
+        """Return ``function(model, *inputs)`` at each chain's weights."""
+        values = []
+        for flat in weights:
+            self._place(flat)
+            with self.precision():
+                values.append(self._run(function, *inputs))
+        return torch.stack(values)
+
+    @torch.no_grad()
+    def losses(
+        self, loss: Loss, weights: Float[Tensor, "chain weight"], batches: Iterable[ObservedBatch]
+    ) -> Float[Tensor, "chain column"]:
+        """Return the recorded losses of all these batches, one after another, at each chain's weights."""
+        kept = isinstance(batches, list)
+
+        def passes() -> Tensor:
+            parts = []
+            with self._float8.keeping() if self._float8 else contextlib.nullcontext():
+                for observed in batches:
+                    with self.precision(), self._prefix.serving(observed.batch) if kept else contextlib.nullcontext():
+                        parts.append(observed.recorded(loss(self.model, observed.batch)))
+            return at_least_float32(torch.cat(parts))
+
+        if isinstance(batches, list):
+            self._prefix.check(loss, batches[0].batch)
+        values = []
+        for flat in weights:
+            self._place(flat)
+            # Batches that are made anew for every draw have no place of their own to be read from again.
+            values.append(self._recorded(("losses", id(batches)), passes) if kept else passes())
+        return torch.stack(values)
+
+    @torch.no_grad()
+    def mean_loss_gradient(
+        self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
+    ) -> Float[Tensor, "chain weight"]:
+        """Return the gradient of each chain's minibatch loss, in the precision that the model computes in."""
+
+        def gradient(batch: Any) -> Tensor:
+            flat = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
+            with self.plain_kernels():
+                with torch.enable_grad(), self.precision():
+                    value = sample_means(loss(self.model, batch), loss, batch).mean()
+                self._backward(value, flat.split(self.moving.sizes))
+            return flat
+
+        gradients = []
+        for flat, chosen in zip(weights, indices, strict=True):
+            self._place(flat)
+            if self._graphs is None or not data.on_device:
+                gradients.append(gradient(minibatch(data, chosen)))
+                continue
+            longest = data.longest(chosen)
+            if longest is not None:
+                longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, data.longest(range(len(data))) or longest)
+            rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
+            key = ("gradient", id(data), len(chosen), longest)
+            gradients.append(
+                self._recorded(key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows)
+            )
+        return gradients[0][None] if len(gradients) == 1 else torch.stack([part.clone() for part in gradients])
+
+    def _backward(self, value: Tensor, places: Sequence[Tensor]) -> None:
+        """Put each parameter's gradient in its place as soon as it is known: all of them are never there twice."""
+        missing = dict(enumerate(places))
+
+        def take(number: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            missing.pop(number).copy_(parameter.grad.reshape(-1))
+            parameter.grad = None
+
+        own = [parameter.grad for parameter in self._parameters]
+        hooks = []
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(take, number)))
+        try:
+            value.backward(inputs=self._parameters)
+        finally:
+            for parameter, hook, gradient in zip(self._parameters, hooks, own, strict=True):
+                hook.remove()
+                parameter.grad = gradient
+        for place in missing.values():
+            place.zero_()
+
+    def free_memory(self) -> None:
+        """Give back what is kept for speed alone: no more CUDA graphs, each of which holds its working memory."""
+        self._graphs = None
+        self._prefix.forget()
+        super().free_memory()
+
+    def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call a function of tensors, from its graph once there is one; good until it is called again."""
+        if self._graphs is None:
+            return function(*inputs)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = _Graph(function, inputs, self._pool)
+            except Exception as error:  # a model may do anything that a graph cannot hold
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
+                log.debug("because of", exc_info=True)
+                self._graphs = None
+                return function(*inputs)
+        self.replayed += 1
+        return self._graphs[key](*inputs)
+
+
+class _Graph:
+    """A function of tensors, recorded once; its inputs and its output keep their places in memory."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], pool: Any) -> None:
+        self._inputs = [value.clone() for value in inputs]
+        self._function = function  # what it reads is at places that nothing else may take
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            function(*self._inputs)  # libraries and compilers do their first-time work outside of the recording
+            # A recording that fails leaves CUDA in a bad state: what would make it fail is looked for beforehand.
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                function(*self._inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._output = function(*self._inputs)
+        except Exception:
+            for generator in torch.cuda.default_generators:  # they believe that the recording goes on
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for place, value in zip(self._inputs, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
+        self._graph.replay()
+        return self._output

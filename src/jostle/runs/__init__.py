@@ -1,0 +1,1 @@
+"""A run: from what was asked, through its directory, to a result that can be read."""

@@ -1,0 +1,408 @@
+"""A `Run` is a directory that is a result: what was sampled, and every score that can be read off it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from jaxtyping import UInt8
+
+from jostle.chains.recording import load_sums
+from jostle.config import fingerprint_settings
+from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
+from jostle.errors import ChainsFailedError, InputError
+from jostle.estimate import (
+    BUFFER_BYTES,
+    Centering,
+    Estimate,
+    covariance,
+    covariance_from_sums,
+)
+from jostle.scores import Scores
+from jostle.traces.store import MirroredPairs, Part, SequenceLosses, Traces
+from jostle.traces.stores import Place, check_url
+from jostle.traces.tensor_files import read_tensors
+from jostle.viewer.report import Inline, write_report
+from jostle.viewer.sources import RunSource
+
+Reduction = Literal["mean", "sum"]
+
+FORMAT = 1
+"""The version of the layout of a run directory."""
+
+
+def load(path: str | Path) -> Run:
+    """Open the directory of a finished run."""
+    run = Run(Path(path))
+    if run.manifest["status"] != "complete":
+        raise InputError(
+            "run",
+            got=f"{path}, which is not finished",
+            expected="a complete run",
+            fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
+        )
+    check_config(run.config, run.manifest)
+    if run.config["keep"] == "traces":
+        for name in run.traces.arrays:
+            missing = run.traces.trace(name).missing_chunks(run.healthy_chains)
+            if missing:
+                raise InputError(
+                    "traces", got=f"no {missing[0]} in {path}", expected="a whole run", fix=f"see jostle check {path}"
+                )
+    return run
+
+
+class Run:
+    """The result of `attribute`: traces on disk, and the scores that can be read off them.
+
+    A run directory holds ``config.yaml``, ``manifest.json`` (fingerprints, versions, status) and ``traces.zarr``
+    (or ``covariance.safetensors``). Sampling is the expensive part and is done; every method here is a view.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.config = read_config(directory)
+
+    def __repr__(self) -> str:
+        failed = len(self.failed_chains)
+        lost = f", {failed} failed" if failed else ""
+        return f"Run({str(self.directory)!r}: {self.config['chains']} chains{lost} × {self.draws} draws)"
+
+    @property
+    def draws(self) -> int:
+        """Draws of each chain: fewer than asked for where the run stopped early."""
+        return self.manifest.get("draws", self.config["draws"])
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a run with ``until`` or ``minutes`` stopped where it did."""
+        wanted, measured = self.config.get("until") or {}, self.manifest.get("measured", {})
+        if not wanted and self.config.get("minutes") is None:
+            return None
+        numbers = [
+            f"{name} {'unknown' if measured.get(name) is None else format(measured[name], '.3g')} of {wanted[name]:g}"
+            for name in wanted
+        ]
+        if self.draws == self.config["draws"]:
+            numbers.append("all of them")
+        elif not self.manifest.get("reached"):
+            numbers.append(f"{self.config['minutes']:g} minutes")
+        return f"stopped after {self.draws} draws of each chain: {', '.join(numbers)}"
+
+    @property
+    def antithetic(self) -> bool:
+        """Whether chains are mirrored pairs: 2k and 2k + 1 have the same noise with opposite signs."""
+        return self.config.get("antithetic", False)
+
+    @property
+    def failed_chains(self) -> list[int]:
+        """The chains that left the finite numbers; no estimate uses them."""
+        return [failure["chain"] for failure in self.manifest["failed_chains"]]
+
+    @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that estimates use: those that did not fail, nor, in an antithetic pair, their mirror image."""
+        return healthy_chains(self.config["chains"], self.failed_chains, antithetic=self.antithetic)
+
+    @property
+    def traces(self) -> Traces:
+        """The recorded losses."""
+        if self.config["keep"] != "traces":
+            raise InputError(
+                "run",
+                got="keep='covariance'",
+                expected="a run that kept its traces",
+                fix="sample with keep='traces'",
+            )
+        return Traces(place_of_traces(self.directory, self.manifest))
+
+    def examples(self, name: str) -> list[dict[str, Any]]:
+        """Return what the run keeps to show of its ``"train"`` or ``"query"`` examples, if anything."""
+        path = self.directory / "examples" / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n") if line] if path.is_file() else []
+
+    def images(self, name: str) -> UInt8[np.ndarray, "sample height width channel"] | None:
+        """Return the images of its ``"train"`` or ``"query"`` examples, where the run was given any."""
+        path = self.directory / "examples" / f"{name}.images.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
+
+    def influence(
+        self,
+        *,
+        normalize: bool = False,
+        on: str | None = None,
+        reduction: Reduction = "mean",
+        centering: Centering = "pooled",
+        part: Part | None = None,
+        standard_error: bool = False,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> Scores:
+        """Return the Bayesian influence of every training example on every query: −Cov(ℓᵢ, φⱼ).
+
+        The noise of the two chains of an antithetic pair has opposite signs. What of a loss changes sign with it, the
+        odd part (ℓ⁺ − ℓ⁻)/2, and what does not, the even part (ℓ⁺ + ℓ⁻)/2, are uncorrelated, so that the influence is
+        the sum of that of both: Cov(ℓᵢ, φⱼ) = Cov(oddᵢ, oddⱼ) + Cov(evenᵢ, evenⱼ). For quadratic losses around w*
+        (`Gaussian`, or any rule where w* is the minimum) the odd part is the first-order term gᵢᵀΣgⱼ, and the even one
+        ½·tr(HᵢΣHⱼΣ).
+
+        Args:
+            normalize: −correlation instead, in [−1, 1].
+            on: the name of an observable, instead of the query losses.
+            reduction: for per-token losses, what a sequence's loss is: the ``"mean"`` of its tokens' or their
+                ``"sum"``. Its score is then the mean, or the sum, of its block of token covariances.
+            centering: around the mean over all chains (``"pooled"``, the paper's) or each chain's own (``"within"``).
+            part: of a run with ``antithetic=True``, the ``"odd"`` or ``"even"`` part alone; normalized, it is the
+                correlation of these parts.
+            standard_error: also estimate the Monte Carlo standard error of every score.
+            buffer_bytes: what may be allocated beyond the matrix itself.
+        """
+        if reduction not in ("mean", "sum"):
+            raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
+        self._require_chains()
+        if self.config["keep"] == "covariance":
+            if standard_error or on is not None or reduction != "mean" or part is not None:
+                raise InputError(
+                    "run",
+                    got="keep='covariance', which keeps nothing but train × query",
+                    expected="a run that kept its traces for errors, observables, sums and parts",
+                    fix="sample with keep='traces'",
+                )
+            sums, _ = load_sums(self.directory / "covariance.safetensors")
+            estimate = covariance_from_sums(sums, centering=centering, normalize=normalize)
+        else:
+            left = self._sequence_losses("train", reduction)
+            right = self.traces.observable(on) if on is not None else self._sequence_losses("query", reduction)
+            estimate = self._estimate(
+                left,
+                right,
+                part,
+                centering=centering,
+                normalize=normalize,
+                standard_error=standard_error,
+                buffer_bytes=buffer_bytes,
+            )
+        # The potential holds a multiple of each sequence's mean loss, so only for means is there a scale.
+        scale = self.manifest["scale"] if reduction == "mean" and not normalize else None
+        about = {"reduction": reduction, "centering": centering, "on": on or "query", "part": part or "all"}
+        return self._scores(estimate, normalize, scale, about)
+
+    def token_influence(
+        self,
+        train: int,
+        query: int,
+        *,
+        whole_query: bool = False,
+        normalize: bool = False,
+        centering: Centering = "pooled",
+        part: Part | None = None,
+        standard_error: bool = False,
+    ) -> Scores:
+        """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
+
+        Rows and columns are the *scored* tokens: not the first of a sequence, nor those of a prompt. Where they stand
+        is in ``provenance["train_positions"]`` and ``provenance["query_positions"]``. With ``whole_query`` there is
+        one column, the mean loss of the query's tokens. ``part`` is that of `influence`.
+        """
+        self._require_chains()
+        blocks, positions = [], {}
+        for name, sample in (("train", train), ("query", query)):
+            columns = self.traces.columns(name)
+            if not columns.per_token:
+                raise InputError(name, got="one loss a sample", expected="per-token losses", fix="use influence()")
+            if not 0 <= sample < columns.samples:
+                raise InputError(name, got=sample, expected=f"an index from 0 to {columns.samples - 1}")
+            blocks.append(np.asarray(self.traces.losses(name)[:, :, columns.of(sample)]))
+            positions[f"{name}_positions"] = columns.positions_of(sample)
+        if whole_query:
+            blocks[1] = blocks[1].mean(axis=2, keepdims=True)
+        estimate = self._estimate(
+            blocks[0],
+            blocks[1],
+            part,
+            centering=centering,
+            normalize=normalize,
+            standard_error=standard_error,
+        )
+        about = {"train": train, "query": query, "centering": centering, "part": part or "all", **positions}
+        return self._scores(estimate, normalize, None, about)
+
+    def diagnostics(self, *, plot: str | Path | None = None) -> dict[str, Any]:
+        """Return what a user should know before trusting the scores, with a verdict in words.
+
+        ``verdict`` has a ``level`` (good, doubtful, unreliable), a ``summary``, and ``reasons`` with a number and what
+        to do. The rest is what it rests on, and plain data: ``mean_loss`` and ``mean_loss_at_center`` (of the training
+        examples), ``autocorrelation_time`` (draws for each effective one, of the slower losses), ``effective_draws``
+        (None where chains are too short to tell), R-hat and effective sizes of ``losses`` and of the ``products`` that
+        a covariance averages, ``drift``, ``agreement`` of the scores from halves, ``local_learning_coefficient``,
+        ``failed_chains`` and ``remarks``. ``docs/diagnostics.md`` explains each of them.
+
+        Args:
+            plot: also draw them, into a file whose name ends in .png, .svg or .pdf (needs the extra ``plots``).
+        """
+        if plot is not None:
+            plots.check(plot)
+        if self.config["keep"] != "traces":
+            if plot is not None:
+                raise InputError(
+                    "plot",
+                    got="keep='covariance'",
+                    expected="a run that kept its traces",
+                    fix="sample with keep='traces'",
+                )
+            if len(self.healthy_chains) == 0:
+                return diagnose(self.config, self.manifest, None)
+            sums, _ = load_sums(self.directory / "covariance.safetensors")
+            center, _ = read_tensors(self.directory / "center.safetensors")
+            return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
+        sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
+        config = self.config | {"draws": self.draws}
+        found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
+        if plot is not None:
+            plots.draw(found, sample, config, Path(plot))
+        return found
+
+    def show(self, query: int = 0, *, k: int = 10, height: int = 640) -> Inline:
+        """Show a query in a notebook: its text or image, and the ``k`` training examples that helped and harmed most.
+
+        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network.
+        """
+        return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
+
+    def _require_chains(self) -> None:
+        if len(self.healthy_chains) == 0:
+            raise ChainsFailedError(f"{self.why_no_chain}: this run has no scores")
+
+    @property
+    def why_no_chain(self) -> str:
+        """Which chains failed where none is left; of an antithetic pair one is enough."""
+        failed, chains = sorted(self.failed_chains), self.config["chains"]
+        partners = [chain for chain in range(chains) if chain not in failed]
+        if not partners:
+            return f"all {chains} chains failed"
+        names = [", ".join(map(str, some)) for some in (failed, partners)]
+        if chains == 2:
+            return f"chain {names[0]} failed, and chain {names[1]} is left out with it as its mirror image"
+        return f"chains {names[0]} failed, and chains {names[1]} are left out with them as their mirror images"
+
+    def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
+        """The covariance of two traces, or of their odd or even parts."""
+        chains = self.healthy_chains
+        if part is None:
+            return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
+        if part not in ("odd", "even"):
+            raise InputError("part", got=repr(part), expected="'odd' or 'even'")
+        if not self.antithetic:
+            raise InputError(
+                "part", got=f"{part!r} of chains that are not mirrored", expected="a run with antithetic=True"
+            )
+        return covariance(*(MirroredPairs(trace, chains, part) for trace in (left, right)), **options)
+
+    def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
+        if name not in self.traces.sets:
+            raise InputError(
+                "query", got="a run without a query set", expected="one", fix="pass on=NAME for an observable"
+            )
+        columns, losses = self.traces.columns(name), self.traces.losses(name)
+        return SequenceLosses(losses, columns, reduction) if columns.per_token else losses
+
+    def _scores(self, estimate: Estimate, normalize: bool, scale: float | None, provenance: dict[str, Any]) -> Scores:
+        values = np.negative(estimate.values, out=estimate.values)
+        return Scores(
+            values=values,
+            method="bif",
+            normalized=normalize,
+            scale=scale,
+            standard_error=estimate.standard_error,
+            degrees_of_freedom=estimate.degrees_of_freedom,
+            provenance={
+                "jostle": self.manifest["jostle"],
+                "fingerprints": self.manifest["fingerprints"],
+                "between_chain_share": estimate.between_chain_share,
+                **provenance,
+            },
+        )
+
+
+def healthy_chains(chains: int, failed: Iterable[int], *, antithetic: bool) -> np.ndarray:
+    """Return the chains that estimates use: those that did not fail, nor, in an antithetic pair, their mirror image."""
+    lost = {chain ^ other for chain in failed for other in ((0, 1) if antithetic else (0,))}
+    return np.setdiff1d(np.arange(chains), sorted(lost))
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a run's manifest: status, fingerprints, versions."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("run", got=f"no readable manifest.json in {directory}", expected="a run directory") from error
+    if not isinstance(manifest, dict):
+        raise InputError("run", got=f"a manifest.json in {directory} that is no object", expected="a run directory")
+    if manifest.get("format") != FORMAT:
+        raise InputError(
+            "run",
+            got=f"format {manifest.get('format')} in {directory}",
+            expected=f"format {FORMAT}",
+            fix="read it with the version of Jostle that wrote it",
+        )
+    _check_manifest(manifest, directory)
+    return manifest
+
+
+def place_of_traces(directory: Path, manifest: Mapping[str, Any]) -> Place:
+    """Return where the traces of a run are: in its directory, unless the manifest names a store elsewhere."""
+    elsewhere = manifest.get("traces")
+    return directory / "traces.zarr" if elsewhere is None else check_url(elsewhere)
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Return a hash of a manifest, which is kept in it."""
+    return fingerprint_settings({name: value for name, value in manifest.items() if name != "checksum"})
+
+
+def check_config(config: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Refuse a ``config.yaml`` that is not the one that the run was made with."""
+    found = fingerprint_settings({name: value for name, value in config.items() if name != "source"})
+    expected = manifest["fingerprints"].get("config")
+    if found != expected:
+        raise InputError("config.yaml", got=f"fingerprint {found}", expected=f"{expected}, as the manifest has it")
+
+
+def _check_manifest(manifest: dict[str, Any], directory: Path) -> None:
+    """Refuse a manifest that lacks what everybody reads of it."""
+    failed = manifest.get("failed_chains")
+    well = (
+        isinstance(manifest.get("status"), str)
+        and isinstance(manifest.get("fingerprints"), dict)
+        and isinstance(manifest.get("draws"), int)
+        and isinstance(manifest.get("jostle"), str)
+        and isinstance(manifest.get("remarks"), list)
+        and isinstance(manifest.get("traces", ""), str)
+        and "scale" in manifest
+        and isinstance(seconds := manifest.get("seconds"), dict)
+        and isinstance(seconds.get("sampling"), int | float)
+        and isinstance(failed, list)
+        and all(isinstance(one, dict) and isinstance(one.get("chain"), int) for one in failed)
+        and manifest.get("checksum", manifest_checksum(manifest)) == manifest_checksum(manifest)
+    )
+    if not well:
+        raise InputError("run", got=f"a damaged manifest.json in {directory}", expected="it as Jostle wrote it")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration."""
+    config: dict[str, Any] = {}
+    try:
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        well = config["keep"] in ("traces", "covariance") and all(
+            isinstance(config[name], int) for name in ("chains", "draws", "burn_in", "thin")
+        )
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+        well = False
+    if not well:
+        raise InputError("run", got=f"no readable config.yaml in {directory}", expected="it as Jostle wrote it")
+    return config

@@ -1,0 +1,1 @@
+"""The losses at every draw, on disk or in a store elsewhere."""
