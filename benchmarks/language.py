@@ -191,7 +191,8 @@ def bench(
         beside = ""
         if variant == FLOAT8 and "model" in scores:
             # From one seed the chains are the same, so what differs is the rounding of what is observed.
-            agreement = float(spearmanr(scores["float8"].ravel(), scores["model"].ravel())[0])
+            found: Any = spearmanr(scores["float8"].ravel(), scores["model"].ravel())
+            agreement = float(found.statistic)
             table[variant] |= {"rank_correlation_with_bfloat16": agreement, "draws_of_the_scores": more}
             beside = f"  rank correlation {agreement:.4f} of {more} draws"
         save()
