@@ -8,7 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ def with_jostle(
 
 def by_the_book(model: Any, draws: int) -> float:
     """Algorithm 1 as one would write it down: eager, every parameter in turn, logits in float32."""
-    from jostle.models.weights import MovingWeights
+    from jostle.weights import MovingWeights
 
     device = next(model.parameters()).device
     train, query = tokens(TRAIN, 0).to(device), tokens(QUERY, 1).to(device)
@@ -138,7 +138,7 @@ def by_the_book(model: Any, draws: int) -> float:
 
 
 def with_devinterp(model: Any, draws: int) -> float:
-    from jostle.models.weights import MovingWeights
+    from jostle.weights import MovingWeights
 
     sample = importlib.import_module("devinterp.slt.sampling").sample
 
@@ -191,7 +191,8 @@ def bench(
         beside = ""
         if variant == FLOAT8 and "model" in scores:
             # From one seed the chains are the same, so what differs is the rounding of what is observed.
-            agreement = float(cast(Any, spearmanr(scores["float8"].ravel(), scores["model"].ravel()))[0])
+            found: Any = spearmanr(scores["float8"].ravel(), scores["model"].ravel())
+            agreement = float(found.statistic)
             table[variant] |= {"rank_correlation_with_bfloat16": agreement, "draws_of_the_scores": more}
             beside = f"  rank correlation {agreement:.4f} of {more} draws"
         save()
