@@ -102,7 +102,7 @@ def with_jostle(
 
 def by_the_book(model: Any, draws: int) -> float:
     """Algorithm 1 as one would write it down: eager, every parameter in turn, logits in float32."""
-    from jostle.weights import MovingWeights
+    from jostle.models.weights import MovingWeights
 
     device = next(model.parameters()).device
     train, query = tokens(TRAIN, 0).to(device), tokens(QUERY, 1).to(device)
@@ -138,7 +138,7 @@ def by_the_book(model: Any, draws: int) -> float:
 
 
 def with_devinterp(model: Any, draws: int) -> float:
-    from jostle.weights import MovingWeights
+    from jostle.models.weights import MovingWeights
 
     sample = importlib.import_module("devinterp.slt.sampling").sample
 
