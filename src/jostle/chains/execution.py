@@ -10,7 +10,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ COMPARED_ENTRIES = 1 << 24
 """Of a gradient, about how many entries two ways are compared by: that of a large model has no room twice."""
 
 LEAST_DRAWS = 60
-"""The same for so many draws: trying takes two of them in each of three ways."""
+"""The same for so many draws: trying takes two of them in each of four ways."""
 
 
 @dataclass
@@ -121,10 +121,12 @@ def _choose_on_cpu(config: Config, plain: Dynamics, spread: Spread | None, at_on
         if seconds < least and (values - seen).norm() <= tolerance * seen.norm():
             best, least = way, seconds
 
-    if arm and onednn_enabled():
-        consider(replace(best, onednn=False), plain)
-    if spread is not None:
-        consider(replace(best, threads=spread.threads), spread)
+    # Without oneDNN every way is tried, since it gains most where operations have no threads of their own.
+    for kernels in (True, False) if arm and onednn_enabled() else (True,):
+        if not kernels:
+            consider(Execution(chains_at_once=at_once, onednn=False), plain)
+        if spread is not None:
+            consider(Execution(chains_at_once=at_once, threads=spread.threads, onednn=kernels), spread)
     log.info(
         "about %.0f s of sampling, %.0f s as it will run: %d chains at once on %d threads, %s oneDNN",
         first, least if best != Execution(chains_at_once=at_once) else first,
