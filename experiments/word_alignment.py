@@ -35,7 +35,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +42,12 @@ import numpy as np
 import torch
 from benchmarks.environment import write_record
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import jostle
-from experiments.parallel_text import (
-    BEGIN,
-    END,
-    LONGEST_PAIR,
-    PAD,
-    SPECIAL,
-    Corpus,
-    Table,
-    build_dictionary,
-    cooccurrence,
-)  # fmt: skip
+from experiments.parallel_text import LONGEST_PAIR, Corpus, Table, build_dictionary, cooccurrence
+from experiments.translation_model import build_model, padded, train_model
+from jostle.calibration import LONGEST_PULL
 from jostle.demo.language import one_core
 from jostle.estimate import covariance
 from jostle.losses import IGNORED_LABEL
@@ -66,78 +57,14 @@ RECORD = Path(__file__).parent / "records" / "word_alignment.json"
 SETS = ("train", "query")
 HALVES = ("for choosing", "for reporting")
 TASKS = ("lexicon", "alignment")
-SETTINGS = ("embedding@1", "embedding@1@no-gradient", "embedding@0.3", "attention@1", "attention+mlp@1")
+SETTINGS = ("embedding@1", "embedding@1@no-gradient", "embedding@3", "embedding@0.3", "attention@1")
+KAPPA = 0.1
+"""n_beta · curvature / localization: small enough that Ornstein–Uhlenbeck steps of 4/localization are right, and with
+them every draw is nearly independent of the last."""
 
 
 def say(*words: object) -> None:
     print(*words, flush=True)
-
-
-# --------------------------------------------------------------------------------------------------------------- model
-
-
-def build_model(vocabulary: int, hidden: int, layers: int, longest: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, max_position_embeddings=longest + 3, tie_word_embeddings=True,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=END, initializer_range=0.05,
-    ))  # fmt: skip
-    # Plain matmuls: sequences are short, and fused kernels run one after another under vmap.
-    model.set_attn_implementation("eager")
-    return model
-
-
-def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """−log p of each token after the first, 0 for padding."""
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.mT, tokens[:, 1:], ignore_index=PAD, reduction="none")
-
-
-@torch.no_grad()
-def loss_by_half(model: nn.Module, tokens: Tensor) -> dict[str, float]:
-    """Mean loss of the words of first and of second sentences: how much a translation helps."""
-    losses = torch.cat([token_losses(model, part) for part in tokens.split(256)])
-    seen = ((tokens == BEGIN[0]) | (tokens == BEGIN[1])).cumsum(1)[:, 1:]
-    is_word = tokens[:, 1:] >= len(SPECIAL)
-    halves = {"first sentence": 1, "second sentence": 2}
-    return {name: round(losses[is_word & (seen == half)].mean().item(), 3) for name, half in halves.items()}
-
-
-def padded(samples: Sequence[Mapping[str, list[int]]], device: str) -> Tensor:
-    """Padded on the right; attention is causal, so no mask is needed for it."""
-    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
-
-
-def train_model(model: nn.Module, tokens: Tensor, held_out: Tensor, epochs: int, batch: int) -> dict[str, Any]:
-    """AdamW with warm-up and cosine decay; TF32 matmuls while training."""
-    steps, step, rate = epochs * (len(tokens) // batch), 0, 3e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
-    generator = torch.Generator().manual_seed(0)
-    started = time.perf_counter()
-    torch.set_float32_matmul_precision("high")
-    for epoch in range(epochs):
-        model.train()
-        for chosen in torch.randperm(len(tokens), generator=generator).split(batch)[: len(tokens) // batch]:
-            warmth, left = min(1, (step + 1) / 200), (1 + math.cos(math.pi * step / steps)) / 2
-            optimizer.param_groups[0]["lr"] = rate * warmth * left
-            part = tokens[chosen.to(tokens.device)]
-            loss = token_losses(model, part).sum() / (part[:, 1:] != PAD).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            step += 1
-        model.eval()
-        say(f"epoch {epoch + 1}: held out {loss_by_half(model, held_out)}, {time.perf_counter() - started:.0f} s")
-    torch.set_float32_matmul_precision("highest")
-    return {
-        "epochs": epochs, "seconds": round(time.perf_counter() - started, 1),
-        "held_out_loss": loss_by_half(model, held_out), "trained_loss": loss_by_half(model, tokens[:1024]),
-    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- questions
@@ -258,7 +185,8 @@ class Observed:
         out: dict[str, Any] = {}
         for number, half in enumerate(HALVES):
             here = halves == number
-            row = out[half] = {"asked": int(here.sum())}
+            row: dict[str, float] = {"asked": int(here.sum())}
+            out[half] = row
             ranked = np.array(ranks)[here]
             for name, values in (("precision_at_1", ranked == 1), ("mean_reciprocal_rank", 1 / ranked)):
                 row[name], row[f"{name}_error"] = float(values.mean()), bootstrap_error(values, owner[here])
@@ -282,42 +210,46 @@ def bootstrap_error(values: np.ndarray, owner: np.ndarray, times: int = 1000) ->
 
 
 def sample(setting: str, model: nn.Module, observed: Observed, trained: Sequence[int], minutes: float,
-           arguments: argparse.Namespace, directory: Path) -> tuple[dict[str, Table], dict[str, Any]]:  # fmt: skip
-    """Tables from all draws, from the first 2⁻ᵏ of them, and from both halves; and what is to be said of the run."""
+           arguments: argparse.Namespace) -> tuple[dict[str, Table], dict[str, Any]]:  # fmt: skip
+    """Tables from all draws and from the first 2⁻ᵏ of them, and what is to be said of the run."""
     weights, rise, *rest = setting.split("@")
     drawn_from = [observed.corpus.sample(pair, order) for pair in trained[:2000] for order in (0, 1)]
-    options: Any = {"sampling_data": drawn_from, "loss": jostle.losses.next_token()}
-    found = jostle.calibrate(
-        model, observed.samples["train"], **(options | {"sampling_data": drawn_from[:64]}), weights=weights,
-        rise=float(rise), kappa=0.1, sampler=jostle.OrnsteinUhlenbeck(step_size=1.0), batch_size=16, pilot=False,
-    )  # fmt: skip
-    settings = found.settings
+    loss = jostle.losses.next_token()
+
+    def calibrate() -> tuple[dict[str, Table], dict[str, Any]]:
+        found = jostle.calibrate(
+            model, drawn_from[:64], loss=loss, weights=weights, rise=float(rise), kappa=KAPPA, batch_size=16,
+            sampler=jostle.OrnsteinUhlenbeck(step_size=1.0), pilot=False,
+        )  # fmt: skip
+        return {}, {"localization": found.posterior.localization, "n_beta": found.posterior.n_beta, "rise": found.rise}
+
+    # Kept, since a run goes on only with exactly the same settings, and a GPU's sums are not always the same.
+    _, about = kept(arguments.work / f"calibration-{weights}@{rise}.npz", calibrate)
     if rest:
-        posterior = replace(found.posterior, n_beta=0.0)
-        settings |= {"posterior": posterior, "sampler": jostle.Gaussian(), "thin": 1, "burn_in": 1}
+        about["n_beta"] = 0.0
+    step = jostle.OrnsteinUhlenbeck(step_size=LONGEST_PULL / about["localization"])
     run = jostle.attribute(
-        model, *(observed.samples[name] for name in SETS), **options, **settings, chains=arguments.chains,
-        draws=arguments.draws // arguments.chains, minutes=minutes, out=directory, progress=False,
+        model, *(observed.samples[name] for name in SETS), sampling_data=drawn_from, loss=loss,
+        posterior=jostle.Posterior(n_beta=about["n_beta"], localization=about["localization"], weights=weights),
+        sampler=jostle.Gaussian() if rest else step, burn_in=3, thin=1, batch_size=16, chains=arguments.chains,
+        draws=arguments.draws // arguments.chains, minutes=minutes, out=arguments.work / setting, progress=False,
         precision="bfloat16" if torch.cuda.is_available() else "model",
     )  # fmt: skip
     traces = [np.asarray(run.traces.losses(name)[:])[run.healthy_chains] for name in SETS]
+    chains, draws, _ = traces[0].shape
 
     def table(part: slice) -> Table:
         return observed.by_word(covariance(*(trace[:, part] for trace in traces), normalize=True).values)
 
-    draws = traces[0].shape[1]
-    parts = [draws >> halvings for halvings in range(6) if draws >> halvings >= 5]
-    tables = {f"{len(traces[0]) * part} draws": table(slice(part)) for part in parts}
+    counts = [draws >> halvings for halvings in range(6) if draws >> halvings >= 5]
     diagnostics = run.diagnostics()
     told = ("mean_loss_at_center", "mean_loss", "effective_draws")
-    about = {
-        "moving_weights": MovingWeights(model, weights).total,
-        "localization": found.posterior.localization, "n_beta": settings["posterior"].n_beta,
-        "steps_between_draws": settings["thin"], "draws": len(traces[0]) * draws,
+    about |= {
+        "moving_weights": MovingWeights(model, weights).total, "draws": chains * draws,
         **{key: diagnostics[key] for key in told}, "failed_chains": run.failed_chains,
         **resolution(table(slice(draws // 2)), table(slice(draws // 2, None)), observed),
     }  # fmt: skip
-    return tables, about
+    return {f"{chains * count} draws": table(slice(count)) for count in counts}, about
 
 
 def resolution(one: Table, other: Table, observed: Observed) -> dict[str, float]:
@@ -340,7 +272,7 @@ def gradient_table(model: nn.Module, weights: str, observed: Observed) -> Table:
     """Cosines of token gradients: the limit of small perturbations and infinitely many draws, without a gradient."""
     found = jostle.attributors.gradient_similarity(
         model, *(observed.single_tokens(name) for name in SETS), loss=jostle.losses.next_token(), weights=weights,
-        cosine=True, buffer_bytes=(60 if torch.cuda.is_available() else 2) << 30,
+        cosine=True, buffer_bytes=(40 if torch.cuda.is_available() else 2) << 30,
     )  # fmt: skip
     return observed.by_word(-found.values)
 
@@ -383,7 +315,8 @@ def kept(path: Path, make: Any) -> tuple[dict[str, Table], dict[str, Any]]:
     if not path.exists():
         tables, about = make()
         unfinished = path.with_suffix(".unfinished.npz")
-        np.savez(unfinished, about=np.array(json.dumps(about, default=float)), **tables)
+        named: Any = tables
+        np.savez(unfinished, about=np.array(json.dumps(about, default=float)), **named)
         unfinished.rename(path)
     with np.load(path) as stored:
         return {name: stored[name] for name in stored.files if name != "about"}, json.loads(str(stored["about"]))
@@ -397,14 +330,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--figure", type=Path, help="also draw it (needs matplotlib)")
     parser.add_argument("--settings", nargs="+", default=SETTINGS, metavar="WEIGHTS@RISE[@no-gradient]")
-    parser.add_argument("--minutes", type=float, default=8, help="of sampling, shared equally by what is not yet done")
+    parser.add_argument("--minutes", type=float, default=6, help="of sampling, half of it for the first setting")
     parser.add_argument("--draws", type=int, default=20_000, help="at most, of all chains together")
     parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--words", type=int, default=4000, help="the most frequent of each language")
+    parser.add_argument("--words", type=int, default=2500, help="the most frequent of each language")
     parser.add_argument("--longest", type=int, default=LONGEST_PAIR, help="words of both sentences together")
     parser.add_argument("--least", type=int, default=20, help="tokens of a dictionary's word in the corpus")
     parser.add_argument("--fewest", type=int, default=4, help="tokens of a word in each observed set")
-    parser.add_argument("--pairs", type=int, default=400, help="observed: as many trained on as held out")
+    parser.add_argument("--pairs", type=int, default=320, help="observed: as many trained on as held out")
     parser.add_argument("--held-out", type=int, default=1500, help="pairs")
     parser.add_argument("--hidden", type=int, default=192, help="the model's width, a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
@@ -433,8 +366,11 @@ def measure(arguments: argparse.Namespace) -> None:
     model = build_model(len(corpus.words), arguments.hidden, arguments.layers, arguments.longest).to(device)
     stored, about_training = work / "model.safetensors", work / "training.json"
     if not stored.exists():
-        tokens = [padded([corpus.sample(p, o) for p in part for o in (0, 1)], device) for part in (trained, held_out)]
-        training = train_model(model, *tokens, arguments.epochs, arguments.batch_size)
+        tokens, others = (
+            padded([corpus.sample(pair, order) for pair in part for order in (0, 1)], device)
+            for part in (trained, held_out)
+        )
+        training = train_model(model, tokens, others, arguments.epochs, arguments.batch_size)
         about_training.write_text(json.dumps(training))
         # The tied unembedding is stored once.
         save_file({name: v.cpu() for name, v in model.state_dict().items() if name != "lm_head.weight"}, stored)
@@ -474,12 +410,12 @@ def measure(arguments: argparse.Namespace) -> None:
             work / f"gradients-{weights}.npz", lambda w=weights: ({"": gradient_table(model, w, observed)}, {})
         )
         add(f"gradient cosine {weights}", found[""])
-    waiting = [setting for setting in arguments.settings if not (work / f"{setting}.npz").exists()]
     for setting in arguments.settings:
-        minutes = arguments.minutes / max(1, len(waiting))
+        # The first setting is the one that needs many draws.
+        share = 0.5 if setting == arguments.settings[0] else 0.5 / (len(arguments.settings) - 1)
+        minutes = arguments.minutes * (share if len(arguments.settings) > 1 else 1)
         tables, record["settings"][setting] = kept(
-            work / f"{setting}.npz",
-            lambda s=setting, m=minutes: sample(s, model, observed, trained, m, arguments, work / s),
+            work / f"{setting}.npz", lambda s=setting, m=minutes: sample(s, model, observed, trained, m, arguments)
         )
         say(record["settings"][setting])
         full, *fewer = tables

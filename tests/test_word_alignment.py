@@ -12,16 +12,15 @@ import jostle
 pytest.importorskip("transformers")
 
 from experiments.parallel_text import Corpus, build_dictionary, cooccurrence
+from experiments.translation_model import build_model, token_losses
 from experiments.word_alignment import (
     HALVES,
     Observed,
     bootstrap_error,
-    build_model,
     choose,
     main,
     rank,
     resolution,
-    token_losses,
 )
 
 ENGLISH = ["a black dog .", "the dog sees a cat .", "a black cat sleeps .", "a dog sleeps ."] * 6
