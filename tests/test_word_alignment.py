@@ -118,7 +118,11 @@ def test_a_table_is_the_mean_of_what_the_run_says_of_tokens(corpus: Corpus, tmp_
     assert scored == [(1, word, 0) for word in french] + [(0, word, 1) for word in english]
     losses = token_losses(model, tokens)[0, [*range(5), *range(7, 12)]]
     assert np.allclose(run.traces.center_losses("query")[at], losses.detach(), atol=1e-5)
-    scores = np.block([[-run.token_influence(i, j, normalize=True).values for j in range(8)] for i in range(6)])
+    losses = [np.asarray(run.traces.losses(name)[:]).reshape(40, -1) for name in ("train", "query")]
+    columns = losses[0].shape[1]
+    scores = np.corrcoef(*losses, rowvar=False)[:columns, columns:]
+    block = -run.token_influence(1, 3, normalize=True).values
+    assert np.allclose(scores[run.traces.columns("train").of(1), at], block, atol=1e-5)
     found = observed.by_word(scores)
 
     def mean(train: tuple[int, str, int], query: tuple[int, str, int]) -> float:
