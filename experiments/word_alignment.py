@@ -15,13 +15,13 @@ cosines, co-occurrence and embeddings. Two questions are asked of every table:
 Precision at 1 and mean reciprocal rank, ties counted against, of a table as it is and *centered* (less the means of its
 rows and columns, since some words move with everything). Errors are bootstrapped over words. Half of the words are for
 choosing settings, and the other half for reporting. What is right comes from the whole corpus: IBM model 1 both ways,
-content words, confident entries alone. Candidates are all words, function words included, but for identical strings.
+content words, confident entries alone. Candidates are all words that both observed sets hold often enough, function
+words included, but for identical strings.
 
 A setting is WEIGHTS@RISE or WEIGHTS@RISE@no-gradient: which weights move, and by how many nats Gaussian perturbations
-of them raise the mean loss; without a gradient, n_beta = 0. Settings of the CPU record:
+of them raise the mean loss; without a gradient, n_beta = 0. The defaults are for a GPU; on one CPU core:
 
-    --words 450 --longest 26 --hidden 96 --layers 2 --epochs 10 --batch-size 32 --held-out 300 --pairs 80 \
-    --fewest 4 --minutes 30
+    --words 450 --longest 26 --hidden 96 --layers 2 --epochs 10 --batch-size 32 --held-out 300 --pairs 80 --minutes 28
 
 Text files may be compressed by xz. Model and tables are kept in --work, and a second call goes on with what is missing.
 """
