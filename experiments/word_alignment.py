@@ -299,7 +299,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         bars.axvline(record["chance"][task], color=color, linestyle=":", label=f"{task}, chance")
     bars.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
     bars.set_xlabel("a translation comes first: share of the words for reporting")
-    bars.legend(fontsize=8, loc="lower right")
+    bars.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
     for setting in record["settings"]:
         start = f"BIF {setting}, first "
         points = {int(name.split()[-2]): row for name, row in record["methods"].items() if name.startswith(start)}
