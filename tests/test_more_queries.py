@@ -127,7 +127,7 @@ def test_cut_off_anywhere(keep_weights: bool, tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, cut)
 
-    for owner, name in ((layout, "_replace"), (layout, "write_tensors"), (checkpoints, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
+    for owner, name in ((layout, "replace_file"), (layout, "write_tensors"), (checkpoints, "write_tensors"), (Traces, "record"), (Traces, "widen")):  # fmt: skip
         cutting(owner, name)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     sample(tmp_path / "run", **settings, **more)
@@ -149,6 +149,40 @@ def test_cut_off_anywhere(keep_weights: bool, tmp_path: Path, monkeypatch: pytes
     # Before the manifest says so, nothing has happened.
     assert kinds[0] == []
     assert set(map(tuple, kinds[2:])) == {("unfinished",)}
+
+
+@pytest.mark.parametrize("more", [{"draws": 9}, {"chains": 3}, MORE | {"draws": 9}], ids=["draws", "chains", "both"])
+def test_cut_off_while_room_is_made(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any file that says what the run is: it goes on from there, to the same numbers."""
+    settings: dict[str, Any] = {"chains_at_once": 1, "observation_batch_size": 1}
+    expected = sample(**(settings | FEW | more))
+    sample(tmp_path / "whole", **settings, **FEW)
+    replace = layout.replace_file
+    for fails_at in range(1, 20):
+        calls = 0
+
+        def cut(path: Path, content: str | bytes, fails_at: int = fails_at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise PowerCutError
+            replace(path, content)
+
+        out = tmp_path / str(fails_at)
+        shutil.copytree(tmp_path / "whole", out)
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "replace_file", cut)
+            try:
+                sample(out, **(settings | FEW | more))
+            except PowerCutError:
+                assert calls == fails_at
+            else:
+                break
+        run = sample(out, **(settings | FEW | more))
+        for name in ("train", "query"):
+            np.testing.assert_array_equal(losses(run, name), losses(expected, name))
+        assert examine(out) == []
+    assert 3 < fails_at < 19
 
 
 # --- refused ---
@@ -181,6 +215,21 @@ def test_what_is_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         sample(tmp_path / "sums", keep="covariance", **MORE)
 
 
+def test_nothing_is_added_where_all_chains_failed(tmp_path: Path, says: Says) -> None:
+    def bursting(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        far = (next(model.parameters()) - WEIGHT).square().sum() > 0.02
+        return torch.where(far, torch.inf, jostle.losses.classification()(model, batch))
+
+    def ask(queries: int) -> jostle.Run:
+        return sample(tmp_path, query=(X[:queries], Y[:queries]), loss=bursting)
+
+    with pytest.raises(jostle.ChainsFailedError):
+        ask(2)
+    with pytest.raises(jostle.InputError, match="whose chains all failed, expected draws to see them at") as caught:
+        ask(5)
+    says("queries for a run whose chains all failed", str(caught.value), 2)
+
+
 def fail(*_: Any) -> None:
     raise OSError("the disk is gone")
 
@@ -197,6 +246,13 @@ def test_chains_that_come_by_elsewhere_are_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(jostle.InputError, match=r"^query: got training losses that are .* draw 1 of chain 0") as caught:
         sample(tmp_path, **MORE)
     says("queries added where chains come by elsewhere", str(caught.value), 2)
+
+    def other_later(seed: int, chains: list[int], step: int, *arguments: Any) -> Any:
+        return noise(seed + (step > 8), chains, step, *arguments)
+
+    monkeypatch.setattr(randomness, "noise", other_later)
+    with pytest.raises(jostle.InputError, match=r"^query: got training losses that are .* draw 5 of chain 0"):
+        sample(tmp_path, **MORE)  # only at the last draw, when the first are recorded
     monkeypatch.undo()
     assert examine(tmp_path) == []  # what is there is as it was
     assert losses(jostle.load(tmp_path), "query").shape == (2, 6, 2)
@@ -247,7 +303,7 @@ def test_a_query_whose_loss_is_not_finite_changes_nothing(
     if not keep_weights:
         says("a query whose loss is not finite at some draw", str(caught.value), 2)
     # Cut off while it is put back: the same again, to the same end.
-    replace = layout._replace
+    replace = layout.replace_file
 
     def cut(path: Path, content: str | bytes) -> None:
         if path.name == "manifest.json" and isinstance(content, bytes):
@@ -255,7 +311,7 @@ def test_a_query_whose_loss_is_not_finite_changes_nothing(
         replace(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "_replace", cut)
+        patch.setattr(layout, "replace_file", cut)
         with pytest.raises(PowerCutError):
             ask(6)
     with pytest.raises(jostle.InputError, match=message):

@@ -126,14 +126,13 @@ def test_seconds_before_an_interruption_count(tmp_path: Path, monkeypatch: pytes
         return observe(self, group, *others)
 
     settings: dict[str, Any] = {"chains_at_once": 1, "checkpoint_seconds": 0.0}
+    started = time.perf_counter()
     with monkeypatch.context() as patch:
         patch.setattr(jostle.chains.chain.Dynamics, "observe", slow)
         with pytest.raises(RuntimeError, match="power cut"):
             sample(tmp_path, **settings)
-    started = time.perf_counter()
     resumed = sample(tmp_path, **settings).manifest["seconds"]["sampling"]
-    # Five observations are in checkpoints; what is sampled now takes less than this call.
-    assert 1.0 < resumed < 1.2 + 2 * (time.perf_counter() - started) + 1
+    assert 1.0 < resumed < time.perf_counter() - started  # five observations are in checkpoints
     assert sample(tmp_path, **settings, chains=3).manifest["seconds"]["sampling"] > resumed
 
 
@@ -154,6 +153,8 @@ def test_checkpoints_count_what_is_on_the_disk(tmp_path: Path, monkeypatch: pyte
         nonlocal saved
         chunks = [str(path) for path in tmp_path.glob("traces.zarr/*/losses/c/**/*") if path.is_file()]
         assert {path: synced.get(path) for path in chunks} == {path: state(path) for path in chunks}
+        folders = {str(folder) for path in chunks for folder in Path(path).parents if "traces.zarr" in str(folder)}
+        assert folders <= synced.keys()
         saved += bool(chunks)
         save(*arguments)
 

@@ -23,6 +23,9 @@ from jostle.runs.planning import require_room
 log = logging.getLogger("jostle")
 
 
+EXPECTED_MODEL = "a directory with a causal language model and its tokenizer, or a hub id"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its data and its loss; `options` are further arguments of `jostle.attribute`."""
@@ -88,27 +91,17 @@ def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
 
 
 def _require_place(name: str) -> None:
-    """Refuse a local path that is not there, which would otherwise be asked of the hub as an id, again and again.
+    """Refuse a path that is not there and can be no id, which would otherwise be asked of the hub, again and again."""
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError("model", got=f"{name}, which does not exist", expected=EXPECTED_MODEL, fix=_nearest(name))
 
-    ``owner/name`` is a path where there is a directory ``owner``; a bare name is one where a model's directory has
-    nearly the same name.
-    """
-    place = Path(name)
-    if place.exists():
-        return
-    beside = [path for path in place.parent.glob("*") if path.is_dir()] if place.parent.is_dir() else []
-    bare = place.parent == Path() and not name.startswith(".")
-    if bare:
-        beside = [path for path in beside if (path / "config.json").is_file()]
-    near = difflib.get_close_matches(place.name, sorted(path.name for path in beside), n=1, cutoff=0.8 if bare else 0.6)
-    local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if local or near or (not bare and place.parent.is_dir()):
-        raise InputError(
-            "model",
-            got=f"{name}, which does not exist",
-            expected="a directory with a causal language model and its tokenizer, or a hub id",
-            fix=f"there is {place.parent / near[0]}" if near else "",
-        )
+
+def _nearest(name: str) -> str:
+    """A word of the model's directory that may have been meant."""
+    parent = Path(name).parent
+    beside = sorted(path.parent.name for path in parent.glob("*/config.json"))
+    near = difflib.get_close_matches(Path(name).name, beside, n=1)
+    return f"there is {parent / near[0]}" if near else ""
 
 
 def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, bool]:
@@ -138,8 +131,8 @@ def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, boo
         raise InputError(
             "model",
             got=f"{name}, which could not be loaded ({type(error).__name__}: {str(error).splitlines()[0][:120]})",
-            expected="a directory with a causal language model and its tokenizer, or a hub id",
-            fix="without a network, download the model and pass its directory",
+            expected=EXPECTED_MODEL,
+            fix=_nearest(name) or "without a network, download the model and pass its directory",
         ) from error
     if not spread:
         require_room(network, torch.device(place))

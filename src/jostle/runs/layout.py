@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import platform
 import shutil
@@ -35,7 +36,9 @@ from jostle.models.weights import MovingWeights
 from jostle.runs.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.traces.store import Traces
 from jostle.traces.stores import Place, check_url, require_free
-from jostle.traces.tensor_files import read_tensors, write_tensors
+from jostle.traces.tensor_files import read_tensors, replace_file, to_disk, write_tensors
+
+log = logging.getLogger("jostle")
 
 BEGUN = ".begun"
 """Marks a directory whose layout was begun and not finished."""
@@ -264,7 +267,7 @@ def go_on(
         manifest["replay"] = {"queries": columns.samples, "columns": columns.total, **recorded}
         # What names the queries comes first: whoever resumes after a crash from here on adds them.
         settings = read_config(directory) | ({"source": dict(source)} if source else {})
-        _replace(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        replace_file(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         manifest["fingerprints"]["query"] = query[0]
     if before["config"] != fingerprint:
         if manifest["status"] in ("complete", ADDING_QUERIES):
@@ -312,6 +315,7 @@ def _set_aside(directory: Path) -> None:
         copy = directory / "replay" / "before" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, copy)
+        to_disk(copy)
 
 
 def withdraw_queries(directory: Path, manifest: dict[str, Any]) -> None:
@@ -323,7 +327,7 @@ def withdraw_queries(directory: Path, manifest: dict[str, Any]) -> None:
     traces.widen("query", columns, center["loss on query"].numpy())
     for name in SAYS_WHICH_QUERIES:
         if (before / name).exists():
-            _replace(directory / name, (before / name).read_bytes())
+            replace_file(directory / name, (before / name).read_bytes())
         else:
             (directory / name).unlink(missing_ok=True)
     shutil.rmtree(directory / "replay", ignore_errors=True)
@@ -341,17 +345,7 @@ def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> Non
 
 def _write_config(directory: Path, config: Config, source: Mapping[str, Any] | None) -> None:
     settings = config.to_dict() | ({"source": dict(source)} if source else {})
-    _replace(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-
-
-def _replace(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all."""
-    temporary = path.with_suffix(".partial")
-    with open(temporary, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def new_manifest(
@@ -441,7 +435,7 @@ def _write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str
         (directory / "examples").mkdir(exist_ok=True)
         words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
         lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
-        _replace(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
+        replace_file(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
         pixels = _images(name, shown)
         if pixels is not None:
             temporary = directory / "examples" / f"{name}.partial"
@@ -497,7 +491,12 @@ def execution_of(directory: Path) -> Execution | None:
     if not (directory / "manifest.json").is_file():
         return None
     chosen = read_manifest(directory).get("execution")
-    return None if chosen is None else Execution(**chosen)
+    if chosen is None:
+        return None
+    known = {field.name for field in dataclasses.fields(Execution)}
+    if chosen.keys() - known:
+        log.warning("%s runs in a way of another version of Jostle: last digits may differ", directory)
+    return Execution(**{name: value for name, value in chosen.items() if name in known})
 
 
 def url_of_traces(directory: Path) -> str | None:
@@ -515,4 +514,6 @@ def thin_of(directory: Path) -> int:
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Replace a run's manifest, whole or not at all."""
-    _replace(directory / "manifest.json", json.dumps(manifest | {"checksum": manifest_checksum(manifest)}, indent=2))
+    replace_file(
+        directory / "manifest.json", json.dumps(manifest | {"checksum": manifest_checksum(manifest)}, indent=2)
+    )

@@ -32,8 +32,18 @@ DEVIATION = 0.01
 """How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
 
 
-class NotFiniteError(Exception):
-    """A query that was added has a loss that is not finite, at a draw where all that is recorded is."""
+ELSEWHERE = {
+    "expected": "chains that come by where they were",
+    "fix": "add queries on the hardware and with the versions of the run, or sample with keep_weights",
+}
+
+
+class RefusedError(Exception):
+    """Queries cannot be added: what was got, what was expected, what to do."""
+
+    def __init__(self, **words: str) -> None:
+        super().__init__(words["got"])
+        self.words = words
 
 
 class Replay:
@@ -87,8 +97,11 @@ class Replay:
         if not finite.all():
             row, column = (~finite).nonzero()[0].tolist()
             number = self._first + self._added.columns.owner(column)
-            raise NotFiniteError(
-                f"query {number}, whose loss is {losses[row, column]:g} at draw {draw} of chain {group.chains[row]}"
+            raise RefusedError(
+                got=f"query {number}, whose loss is {losses[row, column]:g} at draw {draw} of chain "
+                f"{group.chains[row]}",
+                expected="finite losses at every draw",
+                fix="leave it out: the run is as it was",
             )
         return {"query": losses}
 
@@ -104,13 +117,18 @@ def try_replay(directory: Path, manifest: dict[str, Any], dynamics: Dynamics, tr
     The first of them walk to their second draw; kept weights need no such trial.
     """
     traces = Traces(place_of_traces(directory, manifest))
+    chains = _not_failed(manifest, range(manifest["planned"]["chains"]))[:at_once]
+    if not chains:
+        raise InputError("query", got="more of them for a run whose chains all failed", expected="draws to see them at")
     if traces.keeps_weights:
         return
-    chains = _not_failed(manifest, range(manifest["planned"]["chains"]))[:at_once]
     group, config, draw = dynamics.start(chains), dynamics.config, min(1, manifest["draws"] - 1)
     while group.step < config.burn_in + draw * config.thin:
         dynamics.advance(group)
-    _require_same(dynamics, traces, train, group, draw)
+    try:
+        _require_same(dynamics, traces, train, group, draw)
+    except RefusedError as refused:
+        raise InputError("query", **refused.words) from None
 
 
 def replay_queries(
@@ -127,7 +145,8 @@ def replay_queries(
     """Observe queries that were added at the draws that are recorded.
 
     Raises:
-        InputError: a loss of one of them is not finite at some draw; the run is put back to what it was without them.
+        InputError: a loss of one of them is not finite at some draw, or the chains do not come by where they were; the
+            run is put back to what it was without them.
     """
     there = manifest["replay"]
     log.info("%d queries are added to %d", added.columns.samples, there["queries"])
@@ -135,20 +154,21 @@ def replay_queries(
     replay = Replay(dynamics, traces, draws=there["draws"], first=there["queries"], added=added, train=train)
     own = _not_failed(manifest, ranks.chains(there["chains"], pace.at_once))
     recorder = TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder()
-    refused: str | None = None
+    refused: dict[str, str] | None = None
     with progress_bar(shown, len(own) * replay.config.steps[-1], {"query": added}) as report:
         try:
             failures, _ = run_chains(
                 replay, recorder, Checkpoints(directory / "replay"), pace, chains=own, report=report
             )
             if failures:
-                refused = f"chain {failures[0].chain}, whose {failures[0].reason} as they had not before"
-        except NotFiniteError as error:
+                got = f"chain {failures[0].chain}, whose {failures[0].reason} as they had not before"
+                refused = RefusedError(got=got, **ELSEWHERE).words
+        except RefusedError as error:
             recorder.flush()  # nothing of it is still being written when it is taken back
-            refused = str(error)
+            refused = error.words
     gathered = ranks.gather(refused)
 
-    def verdict() -> str | None:
+    def verdict() -> dict[str, str] | None:
         refused = next((words for words in gathered if words), None)
         if refused:
             withdraw_queries(directory, manifest)
@@ -156,9 +176,7 @@ def replay_queries(
 
     refused = ranks.share(verdict)
     if refused:
-        raise InputError(
-            "query", got=refused, expected="finite losses at every draw", fix="leave it out: the run is as it was"
-        )
+        raise InputError("query", **refused)
     del manifest["replay"]
     if ranks.leads:
         # Before it is said: no later replay may begin with these.
@@ -178,10 +196,8 @@ def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Gr
         then = losses[chain, draw]
         off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
         if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):
-            raise InputError(
-                "query",
+            raise RefusedError(
                 got=f"training losses that are {off:.2g} from those recorded at draw {draw} of chain {chain}, "
                 f"which are {moved:.2g} from those at w*",
-                expected="chains that come by where they were",
-                fix="add queries on the hardware and with the versions of the run, or sample with keep_weights",
+                **ELSEWHERE,
             )

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from zarr.core.sync import sync
 
 from jostle.errors import InputError
 from jostle.traces.stores import Place, occupied, options, reaching, require_reachable
+from jostle.traces.tensor_files import to_disk
 
 if TYPE_CHECKING:
     import xarray
@@ -238,13 +238,10 @@ class Traces:
     def sync(self) -> None:
         """See that what was recorded is on the disk, also after a power cut; a store elsewhere sees to it itself."""
         written, self._written = self._written, set()
-        for path in sorted(written | {path.parent for path in written}):
+        above = {folder for path in written for folder in path.parents if folder.is_relative_to(self.place)}
+        for path in sorted(written | above):
             with contextlib.suppress(FileNotFoundError):  # a chunk without a number in it is not written
-                opened = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(opened)
-                finally:
-                    os.close(opened)
+                to_disk(path)
 
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""

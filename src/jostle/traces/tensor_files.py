@@ -1,4 +1,4 @@
-"""Tensors in files: safetensors with checksums, replaced whole or not at all."""
+"""Files that are replaced whole or not at all, and are on the disk then; tensors in them, with checksums."""
 
 from __future__ import annotations
 
@@ -17,6 +17,31 @@ from torch import Tensor
 from jostle.errors import InputError
 
 
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file so that a crash or a power cut leaves the old one or the new one."""
+    temporary = path.with_suffix(".partial")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    _move(temporary, path)
+
+
+def to_disk(path: Path) -> None:
+    """See that a file, or the names in a directory, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError:
+        if not path.is_dir():  # which not every file system can do
+            raise
+    finally:
+        os.close(opened)
+
+
+def _move(temporary: Path, path: Path) -> None:
+    to_disk(temporary)
+    os.replace(temporary, path)
+    to_disk(path.parent)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
     """Write a safetensors file, with checksums, so that a crash leaves the old one or the new one."""
     temporary = path.with_suffix(".partial")
@@ -24,9 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, An
     sums = {name: _checksum(value) for name, value in contiguous.items()}
     metadata = {"jostle": json.dumps(about), "crc32c": json.dumps(sums)}
     safetensors.torch.save_file(contiguous, temporary, metadata=metadata)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    _move(temporary, path)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
