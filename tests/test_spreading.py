@@ -91,7 +91,7 @@ def test_threads_have_one_thread_each() -> None:
 
 def settings(**others: Any) -> Config:
     chosen: dict[str, Any] = {
-        "posterior": jostle.Posterior(n_beta=20, localization=100), "sampler": jostle.SGLD(step_size=1e-5),
+        "posterior": jostle.Posterior(n_beta=20, localization=100), "sampler": jostle.SGLD(step_size=1e-9),
         "loss": "", "potential_loss": "", "observables": (), "chains": CHAINS, "draws": 100, "burn_in": 0, "thin": 1,
         "batch_size": 3, "keep": "traces", "seed": 0,
     }  # fmt: skip
@@ -99,7 +99,8 @@ def settings(**others: Any) -> Config:
 
 
 def both_ways(model: nn.Module) -> tuple[Dynamics, Spread]:
-    data, moving, loss = Data(points(), "train"), MovingWeights(model, "all"), jostle.losses.classification()
+    moving, loss, (inputs, labels) = MovingWeights(model, "all"), jostle.losses.classification(), points()
+    data = Data((inputs.to(moving.dtype), labels), "train")
     parts: dict[str, Any] = {
         "sampling_data": data, "potential_loss": loss, "observables": {},
         "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 40)},
@@ -110,8 +111,8 @@ def both_ways(model: nn.Module) -> tuple[Dynamics, Spread]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork where there are threads, which is the point
 def test_a_fork_has_threads_of_its_own() -> None:
-    _pool(THREADS, os.getpid())
-    child = multiprocessing.get_context("fork").Process(target=both_of_a_fork)
+    observe_once()
+    child = multiprocessing.get_context("fork").Process(target=observe_once)
     child.start()
     child.join(30)
     exited = child.exitcode
@@ -119,7 +120,7 @@ def test_a_fork_has_threads_of_its_own() -> None:
     assert exited == 0
 
 
-def both_of_a_fork() -> None:
+def observe_once() -> None:
     _, spread = both_ways(classifier())
     spread.observe(spread.start(list(range(CHAINS))))
 
@@ -169,7 +170,7 @@ def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(execution, "WORTH_TRYING", 0.0)
     monkeypatch.setattr(execution, "_trial", decreasing(execution._trial))
     monkeypatch.setattr(execution.platform, "machine", lambda: "x86_64")
-    model = classifier()
+    model = classifier().float()  # whose rounding hides more
     for network, threads in ((model, THREADS), (nn.Sequential(HoldsOn(model[0]), *model[1:]).eval(), 1)):  # type: ignore[index]
         together, spread = both_ways(network)
         with caplog.at_level(logging.INFO, "jostle"):
