@@ -129,7 +129,7 @@ def functional(model: nn.Module, moving: MovingWeights, crew: Crew, precision: P
     """Return the model on this rank, or this rank's part of it.
 
     With float8, a float32 model computes the rest in bfloat16; not on a CPU, where that is a hundred times as slow, and
-    emulation rounds the operands of linear layers alone.
+    emulation rounds linear layers alone.
     """
     if crew.count == 1:
         wide = any(value.dtype == torch.float32 and value.device.type != "cpu" for value in model.parameters())
