@@ -47,17 +47,22 @@ def parts_of_a_draw(way: Dynamics, at_once: int) -> tuple[Callable[[], object], 
 
 def bench(repeats: int = 30) -> dict[str, Any]:
     """Seconds of a draw in each way, the least of many in turns, part by part; the processor's; and what is chosen."""
-    cores = torch.get_num_threads()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 280), nn.GELU(), nn.Linear(280, 280), nn.GELU(), nn.Linear(280, 10)).eval()
-    moving, loss = MovingWeights(model, "all"), jostle.losses.classification()
+    with InPlace(model, MovingWeights(model, "all")) as in_place:
+        return _bench(in_place, repeats)
+
+
+def _bench(in_place: InPlace, repeats: int) -> dict[str, Any]:
+    cores = torch.get_num_threads()
+    model, moving, loss = in_place.model, in_place.moving, jostle.losses.classification()
     data = Data((torch.randn(500, 64), torch.arange(500) % 10), "train")
     config = configuration(loss, chains=CHAINS, draws=2000, thin=STEPS)
     parts: dict[str, Any] = {
         "sampling_data": data, "potential_loss": loss, "observables": {},
         "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 256)},
     }  # fmt: skip
-    alone = Dynamics(InPlace(model, moving), config, **parts)
+    alone = Dynamics(in_place, config, **parts)
     together = Dynamics(SideBySide(model, moving), config, **parts)
     spread = Spread(OnEveryThread(model, moving), config, threads=cores, **parts)
     ways: dict[str, tuple[Dynamics, int, int, bool]] = {

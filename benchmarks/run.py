@@ -65,6 +65,11 @@ def regressions(measured: Mapping[str, Any], record: Mapping[str, Any]) -> list[
     ]
 
 
+def unmatched(measured: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    """What is only in one of the two: nobody would notice it becoming slower."""
+    return sorted(measured.keys() ^ record.keys())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time every workload in each way of doing it.")
     parser.add_argument("workloads", nargs="+", choices=["small", "chains", "resnet9", *language.SHAPES])
@@ -100,8 +105,10 @@ def main() -> None:
             table = record["workloads"].setdefault(name, {})
             language.bench(name, peak, arguments.ways or language.WAYS, fewer, more, table, save)
         save()
-    slower = regressions(record["workloads"].get("small", {}), before)
-    if slower:
+    measured = record["workloads"].get("small", {})
+    if arguments.check and (others := unmatched(measured, before)):
+        sys.exit("not both measured and in the record: " + "; ".join(others))
+    if slower := regressions(measured, before):
         sys.exit("slower than half of the record: " + "; ".join(slower))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import small
-from benchmarks.run import ATTEMPTS, regressions, run_small
+from benchmarks import run, small
+from benchmarks.run import ATTEMPTS, regressions, run_small, unmatched
 from torch import Tensor
 
 from jostle.chains.chain import Dynamics
@@ -42,6 +44,12 @@ def test_one_bad_moment_is_not_a_regression() -> None:
     ratios = iter([0.9, 2.1])
     measured = run_small({"x": lambda: {"ratio": next(ratios), "seconds": 1.0}}, {"x": {"ratio": 2.0}})
     assert not regressions(measured, {"x": {"ratio": 2.0}})
+
+
+def test_what_has_no_record_is_named() -> None:
+    record = json.loads((Path(run.__file__).parent / "records/small.json").read_text())["workloads"]["small"]
+    assert unmatched(small.RATIOS, record) == []
+    assert unmatched({"x": 1, "new": 1}, {"x": 1, "gone": 1}) == ["gone", "new"]
 
 
 def test_both_ways_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

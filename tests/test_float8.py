@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,50 @@ def test_observation_alone_is_rounded() -> None:
         assert 0 < (plain[chain] - rounded[chain]).norm() < 0.02 * plain[chain].norm()
     assert all(type(module) is not nn.Linear or "kept" not in vars(module) for module in models[1].modules())
     assert sum(type(module) is nn.Linear for module in models[1].modules()) == 3 * 7 + 1
+
+
+class Sharing(nn.Module):
+    """Blocks that share a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), shared) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+def test_a_shared_layer_is_given_back() -> None:
+    torch.manual_seed(0)
+    model, data = Sharing().eval(), (torch.randn(12, 16), torch.arange(12) % 16)
+    before = copy.deepcopy(model.state_dict())
+    jostle.attribute(
+        model, data, data, precision="float8-emulated", chains=1, draws=4, thin=1, batch_size=4, progress=False,
+        posterior=jostle.Posterior(n_beta=10, localization=30), sampler=jostle.SGLD(step_size=1e-3),
+    )  # fmt: skip
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(type(layer) is nn.Linear for block in model.blocks for layer in (block[0], block[2]))  # type: ignore[index]
+
+
+def test_weights_are_put_back_whatever_fails() -> None:
+    model = Sharing()
+    before = copy.deepcopy(model.state_dict())
+
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        yield
+        raise ValueError("on the way out")
+
+    place = InPlace(model, MovingWeights(model, "all")).__enter__()
+    place.until_given_back(failing())
+    place.evaluate(lambda network: next(network.parameters()).sum(), place.moving.center[None] + 1)
+    assert not torch.equal(next(model.parameters()), next(iter(before.values())))
+    with pytest.raises(ValueError, match="on the way out"):
+        place.__exit__()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_compiled() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import time
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,7 +20,7 @@ from architectures import tiny
 from jostle.chains import execution
 from jostle.chains.chain import Dynamics
 from jostle.chains.observing import Observer
-from jostle.chains.spreading import OnEveryThread, Spread
+from jostle.chains.spreading import OnEveryThread, Spread, _pool, can_spread
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.models.functional import FunctionalModel, SideBySide
@@ -80,11 +84,119 @@ def test_copies_share_their_tensors() -> None:
 
 
 def test_threads_have_one_thread_each() -> None:
-    from jostle.chains.spreading import _pool
-
     before = torch.get_num_threads()
-    assert set(_pool(THREADS).map(lambda _: torch.get_num_threads(), range(20))) == {1}
+    assert set(_pool(THREADS, os.getpid()).map(lambda _: torch.get_num_threads(), range(20))) == {1}
     assert torch.get_num_threads() == before
+
+
+def settings(**others: Any) -> Config:
+    chosen: dict[str, Any] = {
+        "posterior": jostle.Posterior(n_beta=20, localization=100), "sampler": jostle.SGLD(step_size=1e-9),
+        "loss": "", "potential_loss": "", "observables": (), "chains": CHAINS, "draws": 100, "burn_in": 0, "thin": 1,
+        "batch_size": 3, "keep": "traces", "seed": 0,
+    }  # fmt: skip
+    return Config(**chosen | others)
+
+
+def both_ways(model: nn.Module) -> tuple[Dynamics, Spread]:
+    moving, loss, (inputs, labels) = MovingWeights(model, "all"), jostle.losses.classification(), points()
+    data = Data((inputs.to(moving.dtype), labels), "train")
+    parts: dict[str, Any] = {
+        "sampling_data": data, "potential_loss": loss, "observables": {},
+        "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 40)},
+    }  # fmt: skip
+    together = Dynamics(SideBySide(model, moving), settings(), **parts)
+    return together, Spread(OnEveryThread(model, moving), settings(), threads=THREADS, **parts)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork where there are threads, which is the point
+def test_a_fork_has_threads_of_its_own() -> None:
+    observe_once()
+    child = multiprocessing.get_context("fork").Process(target=observe_once)
+    child.start()
+    child.join(30)
+    exited = child.exitcode
+    child.kill()
+    assert exited == 0
+
+
+def observe_once() -> None:
+    _, spread = both_ways(classifier())
+    spread.observe(spread.start(list(range(CHAINS))))
+
+
+def test_nobody_goes_on_before_all_have_ended() -> None:
+    _, spread = both_ways(classifier())
+    ended: list[int] = []
+
+    def work(part: Any) -> None:
+        if 0 in part.chains:
+            raise ValueError("the first")
+        time.sleep(0.2)
+        ended.extend(part.chains)
+
+    with pytest.raises(ValueError, match="the first"):
+        spread._each(work, spread._parts(spread.start(list(range(CHAINS)))))
+    assert len(ended) == CHAINS - 1
+
+
+def test_what_a_copy_does_not_hold_is_not_spread() -> None:
+    """Functions of the user's, which may hold the model itself, and hooks, which all copies share."""
+    loss, model = jostle.losses.classification(), classifier()
+    assert can_spread(model, (loss, jostle.losses.next_token()), {})
+    assert not can_spread(model, (loss, lambda network, batch: loss(model, batch)), {})
+    assert not can_spread(model, (loss,), {"norm": lambda _: next(model.parameters()).norm()[None]})
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        hook = getattr(model[1], f"register_{register}")(lambda *_: None)  # type: ignore[index]
+        assert not can_spread(model, (loss,), {})
+        hook.remove()
+    assert can_spread(model, (loss,), {})
+
+
+class HoldsOn(nn.Module):
+    """A layer that finds its weights by a function, which a copy shares."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.of = lambda: layer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.of()(inputs)
+
+
+def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """At steps so small that nothing has moved by the time at which ways are compared."""
+    monkeypatch.setattr(execution, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(execution, "_trial", decreasing(execution._trial))
+    monkeypatch.setattr(execution.platform, "machine", lambda: "x86_64")
+    model = classifier().float()  # whose rounding hides more
+    for network, threads in ((model, THREADS), (nn.Sequential(HoldsOn(model[0]), *model[1:]).eval(), 1)):  # type: ignore[index]
+        together, spread = both_ways(network)
+        with caplog.at_level(logging.INFO, "jostle"):
+            chosen = execution.choose(settings(), together, together, spread, at_once=CHAINS, compile=None)
+        assert chosen.threads == threads
+    assert f"do not run spread over {THREADS} threads, with oneDNN (they give other numbers)" in caplog.text
+
+
+def test_trials_end_where_they_are_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing to choose from nothing is tried; after Ctrl-C no other way is."""
+    tried: list[execution.Execution] = []
+    trial = execution._trial
+
+    def counted(dynamics: Any, way: execution.Execution, config: Config) -> Any:
+        tried.append(way)
+        return trial(dynamics, way, config)
+
+    monkeypatch.setattr(execution, "WORTH_TRYING", 0.0)
+    monkeypatch.setattr(execution, "_trial", counted)
+    monkeypatch.setattr(execution.platform, "machine", lambda: "x86_64")
+    together, spread = both_ways(classifier())
+    execution.choose(settings(), together, together, None, at_once=CHAINS, compile=None)
+    assert not tried
+    options: dict[str, Any] = {"at_once": CHAINS, "compile": None, "interrupted": lambda: len(tried) == 1}
+    assert execution.choose(settings(), together, together, spread, **options) == tried[0]
+    assert [way.threads for way in tried] == [1]
 
 
 @pytest.fixture
@@ -95,16 +207,20 @@ def two_threads() -> Any:
     torch.set_num_threads(before)
 
 
-def test_chosen_where_it_is_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+def test_chosen_where_it_is_quicker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, two_threads: None
+) -> None:
     """Other ways are taken where trying says so, kept when the run goes on, and change nothing beyond rounding."""
     mkldnn: Any = torch.backends.mkldnn
-    settings: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "posterior": jostle.Posterior(n_beta=30, localization=100), "sampler": jostle.SGLD(step_size=1e-3),
         "chains": 4, "thin": 2, "batch_size": 8, "progress": False,
     }  # fmt: skip
 
-    def run(name: str, draws: int) -> jostle.Run:
-        return jostle.attribute(classifier(), points(), points(), draws=draws, out=tmp_path / name, **settings)
+    def run(name: str, draws: int, model: nn.Module | None = None, **others: Any) -> jostle.Run:
+        return jostle.attribute(
+            model or classifier(), points(), points(), draws=draws, out=tmp_path / name, **asked, **others
+        )
 
     plain = run("plain", 80)
     assert plain.manifest["execution"]["threads"] == 1
@@ -120,6 +236,15 @@ def test_chosen_where_it_is_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
     run("longer", 60)
     np.testing.assert_array_equal(run("longer", 80).traces.losses("train")[:], losses[1])
+    closing = classifier()
+    phi = {"first": lambda _: next(closing.parameters()).flatten()[:2]}
+    assert run("observable", 80, closing, observables=phi).manifest["execution"]["threads"] == 1
+    hooked = classifier()
+    hooked.register_forward_hook(lambda *_: None)
+    assert run("hooked", 80, hooked).manifest["execution"]["threads"] == 1
+    with caplog.at_level(logging.WARNING, "jostle"):
+        run("longer", 90, hooked)
+    assert "chains were spread over 2 threads and are not now" in caplog.text
 
 
 def decreasing(trial: Any) -> Any:

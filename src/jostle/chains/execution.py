@@ -9,7 +9,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +34,9 @@ WORTHWHILE_GAIN = 1.1
 
 COMPARED_ENTRIES = 1 << 24
 """Of a gradient, about how many entries two ways are compared by: that of a large model has no room twice."""
+
+TRIAL_JITTER = 0.01
+"""By how much of themselves weights differ where ways are compared, so that chains that see others' are noticed."""
 
 LEAST_DRAWS = 60
 """The same for so many draws: trying takes two of them in each of four ways."""
@@ -70,6 +73,7 @@ def choose(
     *,
     at_once: int,
     compile: bool | None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Execution:
     """Try the ways there are of running these chains.
 
@@ -80,10 +84,11 @@ def choose(
         spread: the same over several threads.
         at_once: how many of them.
         compile: whether to compile; None leaves it to how long the run takes.
+        interrupted: asked between two ways on a CPU; no more are tried then.
     """
     on_gpu = alone.model.device.type == "cuda"
     if not on_gpu and (together is not None or not compile):
-        return _choose_on_cpu(config, together or alone, spread, at_once if together else 1)
+        return _choose_on_cpu(config, together or alone, spread, at_once if together else 1, interrupted)
     if together is not None:
         one, several = _estimate(alone, config, 1), _estimate(together, config, at_once)
         log.info("about %.0f s one chain after another, %.0f s with %d side by side", one, several, at_once)
@@ -97,49 +102,57 @@ def choose(
     return Execution(compiled=compile and _compile(alone))
 
 
-def _choose_on_cpu(config: Config, plain: Dynamics, spread: Spread | None, at_once: int) -> Execution:
+def _choose_on_cpu(
+    config: Config, plain: Dynamics, spread: Spread | None, at_once: int, interrupted: Callable[[], bool]
+) -> Execution:
     """Try other kernels and other threads, where the run is long enough for that."""
     best = Execution(chains_at_once=at_once)
+    # Without oneDNN every way is tried, since it gains most where operations have no threads of their own.
+    arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available() and onednn_enabled()
+    others: list[tuple[Execution, Dynamics]] = []
+    for kernels in (True, False) if arm else (True,):
+        if not kernels:
+            others.append((Execution(chains_at_once=at_once, onednn=False), plain))
+        if spread is not None:
+            others.append((Execution(chains_at_once=at_once, threads=spread.threads, onednn=kernels), spread))
     groups = -(-config.chains // at_once)
-    if config.draws * groups < LEAST_DRAWS or plain.model.crew.count > 1:
+    if not others or config.draws * groups < LEAST_DRAWS or plain.model.crew.count > 1 or interrupted():
         return best
-    seen, first = _trial(plain, best, config)
+    expected, first = _trial(plain, best, config)
     if first < WORTH_TRYING:
         return best
-    least, tolerance = first / WORTHWHILE_GAIN, 10 * plain.model.tolerance
-    arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
-
-    def consider(way: Execution, dynamics: Dynamics) -> None:
-        nonlocal best, least
+    taken, tolerance = first, 10 * plain.model.tolerance
+    for way, dynamics in others:
+        if interrupted():
+            break
         try:
-            values, seconds = _trial(dynamics, way, config)
+            seen, seconds = _trial(dynamics, way, config)
         except Exception as error:  # a model may be impossible to copy, say
-            log.info(
-                "chains are not spread over threads (%s: %s)", type(error).__name__, str(error).partition("\n")[0][:100]
-            )
-            return
-        if seconds < least and (values - seen).norm() <= tolerance * seen.norm():
-            best, least = way, seconds
-
-    # Without oneDNN every way is tried, since it gains most where operations have no threads of their own.
-    for kernels in (True, False) if arm and onednn_enabled() else (True,):
-        if not kernels:
-            consider(Execution(chains_at_once=at_once, onednn=False), plain)
-        if spread is not None:
-            consider(Execution(chains_at_once=at_once, threads=spread.threads, onednn=kernels), spread)
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+            log.info("chains do not run %s (%s)", _in_words(way), reason)
+            continue
+        if not all((seen[name] - value).norm() <= tolerance * value.norm() for name, value in expected.items()):
+            log.info("chains do not run %s (they give other numbers)", _in_words(way))
+        elif seconds < min(taken, first / WORTHWHILE_GAIN):
+            best, taken = way, seconds
     log.info(
-        "about %.0f s of sampling, %.0f s as it will run: %d chains at once on %d threads, %s oneDNN",
-        first, least if best != Execution(chains_at_once=at_once) else first,
-        at_once, best.threads, "with" if best.onednn else "without",
-    )  # fmt: skip
+        "about %.0f s of sampling, %.0f s as it will run: %d chains at once %s", first, taken, at_once, _in_words(best)
+    )
     return best
 
 
-def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[Tensor, float]:
-    """What is seen after a few steps, and about how many seconds the run would take."""
+def _in_words(way: Execution) -> str:
+    threads = f"spread over {way.threads} threads" if way.threads > 1 else "on the calling thread"
+    return f"{threads}, {'with' if way.onednn else 'without'} oneDNN"
+
+
+def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[dict[str, Tensor], float]:
+    """What is seen of every set after a few steps, and about how many seconds the run would take."""
     group = dynamics.start(list(range(way.chains_at_once)))
+    jitter = torch.randn(group.weights.shape, generator=torch.Generator().manual_seed(0), dtype=group.weights.dtype)
+    group.weights *= 1 + TRIAL_JITTER * jitter.to(group.weights.device)
     step = observation = float("inf")
-    seen: list[Tensor] = []
+    seen: dict[str, Tensor] = {}
     with onednn(way.onednn):
         for _ in range(3):
             started = time.perf_counter()
@@ -147,10 +160,10 @@ def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[Tensor, 
             step = min(step, time.perf_counter() - started)
         for _ in range(2):
             started = time.perf_counter()
-            seen = [value.flatten() for value in dynamics.observe(group).values()]
+            seen = dynamics.observe(group)
             observation = min(observation, time.perf_counter() - started)
     groups = -(-config.chains // way.chains_at_once)
-    return torch.cat(seen), groups * (config.draws * observation + config.steps[-1] * step)
+    return seen, groups * (config.draws * observation + config.steps[-1] * step)
 
 
 def prepare(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,9 +21,25 @@ from torch import Tensor, nn
 
 from jostle.chains.chain import Dynamics, Group
 from jostle.chains.observing import Observer
+from jostle.losses import FACTORIES, Loss
 from jostle.models.functional import SideBySide
 
 Result = TypeVar("Result")
+
+BUILT_IN = frozenset(type(factory()) for factory in FACTORIES)
+"""Losses that know of no model but the one they are given."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def can_spread(model: nn.Module, losses: Iterable[Loss], observables: Mapping[str, Any]) -> bool:
+    """Return whether every thread may have a copy of the model.
+
+    Functions are not copied with it: one of a user's may hold on to the model itself, which stays at w*, and the hooks
+    of all copies write to the same place.
+    """
+    hooked = any(getattr(module, name, None) for module in model.modules() for name in HOOKS)
+    return not observables and not hooked and all(type(loss) in BUILT_IN for loss in losses)
 
 
 class OnEveryThread(SideBySide):
@@ -90,7 +107,10 @@ class Spread(Dynamics):
         ]
 
     def _each(self, work: Callable[[Group], Result], parts: list[Group]) -> list[Result]:
-        return list(_pool(self.threads).map(lambda part: self._work(work, part), parts))
+        pool = _pool(self.threads, os.getpid())
+        running = [pool.submit(self._work, work, part) for part in parts]
+        wait(running)  # where one fails, too: nobody goes on while others still move
+        return [part.result() for part in running]
 
     def _work(self, work: Callable[[Group], Result], part: Group) -> Result:
         if not hasattr(self._ready, "here"):
@@ -102,8 +122,8 @@ class Spread(Dynamics):
 
 
 @cache
-def _pool(count: int) -> ThreadPoolExecutor:
-    """Threads whose operations do not start others."""
+def _pool(count: int, process: int) -> ThreadPoolExecutor:
+    """Threads whose operations do not start others; of this process, since a fork has none of its parent's."""
     before, all_here = torch.get_num_threads(), threading.Barrier(count)
 
     def begin() -> None:
@@ -112,6 +132,8 @@ def _pool(count: int) -> ThreadPoolExecutor:
         all_here.wait()
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="jostle-chains", initializer=begin)
-    list(pool.map(int, range(count)))
-    torch.set_num_threads(before)  # here, that is; each thread has its own number
+    try:
+        list(pool.map(int, range(count)))
+    finally:
+        torch.set_num_threads(before)  # here, that is; each thread has its own number
     return pool

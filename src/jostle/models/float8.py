@@ -89,7 +89,8 @@ class Float8:
         self._emulated = emulated
         find: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find()  # which has a kernel of its own
-        within = [module for block in repeated_blocks(model) or [model] for module in block.modules()]
+        # Once each: blocks may share a layer.
+        within = dict.fromkeys(module for block in repeated_blocks(model) or [model] for module in block.modules())
         layers = [module for module in within if type(module) is nn.Linear and module is not head]
         self._layers: list[Any] = [
             layer for layer in layers if layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0

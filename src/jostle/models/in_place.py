@@ -80,15 +80,17 @@ class InPlace(FunctionalModel):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lasting.close()
-        self._place(self.moving.center)
-        self._placed = []
-        for parameter, values in self._laid_out:
-            parameter.data = values
-        for parameter, required in self._required_gradient:
-            parameter.requires_grad_(required)
-        self.compile(None)
-        self._graphs = None
+        try:
+            self._lasting.close()
+        finally:  # whatever was entered besides, the weights are put back
+            self._place(self.moving.center)
+            self._placed = []
+            for parameter, values in self._laid_out:
+                parameter.data = values
+            for parameter, required in self._required_gradient:
+                parameter.requires_grad_(required)
+            self.compile(None)
+            self._graphs = None
 
     def until_given_back(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Enter a context that is left together with the model."""

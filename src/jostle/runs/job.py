@@ -212,6 +212,7 @@ class Job:
                 prepared.spread,
                 at_once=prepared.at_once,
                 compile=manner.compile,
+                interrupted=self._ranks.interrupted,
             )
         execution.batch_sizes = prepared.batch_sizes
         return execution

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jostle.chains.chain import Dynamics
 from jostle.chains.execution import Execution
 from jostle.chains.observing import Observer
-from jostle.chains.spreading import OnEveryThread, Spread
+from jostle.chains.spreading import OnEveryThread, Spread, can_spread
 from jostle.config import Config, Precision
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
@@ -116,16 +116,24 @@ class Prepared:
 
     def way(self, execution: Execution) -> Dynamics:
         """Return how the chains move that run in this way."""
+        if self.spread is None and execution.threads > 1:
+            log.warning(
+                "chains were spread over %d threads and are not now: their last bits may differ", execution.threads
+            )
         if self.together is None or execution.chains_at_once == 1:
             return self.alone
         return self.spread if self.spread is not None and execution.threads > 1 else self.together
 
 
 def functional(model: nn.Module, moving: MovingWeights, crew: Crew, precision: Precision) -> InPlace:
-    """Return the model on this rank, or this rank's part of it."""
+    """Return the model on this rank, or this rank's part of it.
+
+    With float8, a float32 model computes the rest in bfloat16; not on a CPU, where that is a hundred times as slow, and
+    emulation rounds linear layers alone.
+    """
     if crew.count == 1:
-        wide = any(value.dtype == torch.float32 for value in model.parameters())
-        bfloat16 = precision == "bfloat16" or (precision == "float8" and wide)
+        wide = any(value.dtype == torch.float32 and value.device.type != "cpu" for value in model.parameters())
+        bfloat16 = precision == "bfloat16" or (precision.startswith("float8") and wide)
         return InPlace(model, moving, bfloat16=bfloat16, float8=_float8(model, precision))
     from jostle.models.sharding import Sharded  # which takes a second to import
 
@@ -205,7 +213,8 @@ def prepare(
             together = Dynamics(SideBySide(model, moving, bfloat16=bfloat16), config, **parts)
             # What is read from somewhere else may not bear being read by several threads.
             in_memory = all(part.on_device for part in (data.drawn_from, *data.observed.values()))
-            if threads > 1 and in_memory and in_place.device.type == "cpu":
+            safe = in_memory and can_spread(model, (loss, driving_loss), functions.observables)
+            if threads > 1 and safe and in_place.device.type == "cpu":
                 spread = Spread(OnEveryThread(model, moving, bfloat16=bfloat16), config, threads=threads, **parts)
         elif chains_at_once is not None:
             raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
