@@ -59,7 +59,7 @@ SHOWN_WORDS = ("She", "3", "stones")
 SHOWN = 8
 """How many of the nearest words are shown for each."""
 
-BAR_WIDTH = 30
+BAR_WIDTH = 27
 
 PARTNER, CATEGORY, OTHER = "#d95f02", "#1f77b4", "#9a9a9a"
 """Orange, blue and grey: a colour-blind reader can tell them apart, on paper and on a dark terminal."""
