@@ -40,7 +40,7 @@ def test_version():
 def test_help_names_the_commands_and_shows_examples():
     for result in (command("--help"), command("demo", "--help")):
         assert result.returncode == 0
-        assert re.search(r"Examples\s+jostle demo ", result.stdout)
+        assert re.search(r"Examples\s+# .*\n jostle demo ", result.stdout)
     assert re.search(r"Commands.*\n│ demo  ", command("--help").stdout)
 
 
@@ -89,7 +89,11 @@ def test_directory_that_holds_something_else_is_refused_in_one_line(tmp_path):
             "jostle: seed: got [red]x[/red], expected a number\n",
         ),
         (ChainsFailedError("all 4 chains failed"), 3, "jostle: all 4 chains failed\n"),
-        (KeyboardInterrupt(), 75, "jostle: interrupted; the same command goes on where it stood\n"),
+        (
+            KeyboardInterrupt(),
+            75,
+            "jostle: interrupted; the same command, or jostle resume OUT, goes on where it stood\n",
+        ),
     ],
 )
 def test_failure_with_a_name_is_one_line_and_an_exit_code(monkeypatch, error, code, line):
@@ -210,7 +214,7 @@ def test_demo_interrupted_while_sampling_can_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == cli.ExitCode.INTERRUPTED
-    assert stderr == "jostle: interrupted; the same command goes on where it stood\n"
+    assert stderr == "jostle: interrupted; the same command, or jostle resume OUT, goes on where it stood\n"
     assert len(list((tmp_path / "run" / "state").iterdir())) == images.CHAINS
 
 

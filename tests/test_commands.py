@@ -234,6 +234,8 @@ def test_presets_are_the_papers_table() -> None:
         (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--weights", "mlpp"]], "weights: got 'mlpp', which"),
         (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--max-length", "99"]], "max_length: got 99"),
         (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--step-size", "9"]], "step_size: got 9"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--device", "gpuu"]], "device: got gpuu, expected cpu"),
+        (["run", "OUT", *["--model", "MODEL", "--train", "TRAIN", "--query", "QUERY", "--device", "cuda:64"]], "device: got cuda:64, where PyTorch"),
         (["run", "OUT", "--task", "nope.py:build"], "task: got nope.py, which does not exist"),
         (["run", "OUT", "--config", "nope.yaml"], "config: got nope.yaml, which lacks"),
         (["top", "OUT"], "run: got no readable manifest.json"),
@@ -267,6 +269,15 @@ def options_of(name: str) -> dict[str, str]:
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).stdout
     rows = re.findall(r"^│ +(?:\* +)?--([a-z-]+) .*? {2,}(\S[^│]*?) *│$", shown, re.MULTILINE)
     return {name.replace("-", "_"): about for name, about in rows}
+
+
+@pytest.mark.parametrize("name", ["run", "calibrate", "sweep", "extend", "resume", "top", "view", "report", "evaluate"])
+def test_help_of_a_narrow_terminal_is_whole(name: str) -> None:
+    page = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).stdout
+    assert "…" not in page  # nothing that is to be typed is cut off
+    below = page.partition(" Examples  ")[2].strip().splitlines()
+    assert len(below) >= 2
+    assert all(line.lstrip().startswith("#") for line in below[::2]), below  # no example takes more than a line
 
 
 def test_help_shows_the_defaults_that_are_set() -> None:
@@ -343,7 +354,10 @@ def test_a_hub_id_is_asked_of_the_hub(name: str, place: Path, monkeypatch: pytes
 
 
 def test_export_and_top_have_the_same_scores_by_default(place: Path, tmp_path: Path) -> None:
-    assert jostle_command("export", place / "run", tmp_path / "scores.safetensors").exit_code == 0
+    written = jostle_command("export", place / "run", tmp_path / "scores.safetensors")
+    assert written.exit_code == 0
+    for read in (written, jostle_command("show", place / "run"), jostle_command("top", place / "run")):
+        assert "jostle: warning: these scores are not reliable" in read.stderr
     exported = jostle.Scores.load(tmp_path / "scores.safetensors")
     assert exported.normalized
     top = json.loads(jostle_command("top", place / "run", "--query", 1, "-k", 5, "--json").stdout)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from jostle import ranks
-from jostle.asking.tasks import Task, from_file, language_model
+from jostle.asking.tasks import Task, from_file, language_model, require_device
 from jostle.calibration import Calibration, calibrate
 from jostle.chains.thinning import Thinning
 from jostle.config import Config, describe
@@ -276,6 +276,13 @@ def carry_out(
     shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
     say(f"{moving.total:,} weights of {len(moving.names)} parameters move ({posterior.weights}): {shown}")
     del moving
+    if (out / "manifest.json").is_file():
+        there = read_manifest(out).get("planned", {})
+        if any(there.get(name, request[name]) < request[name] for name in ("chains", "draws")):
+            say(
+                f"{out} has {there['chains']} × {there['draws']} draws: added are those up to "
+                f"{request['chains']} × {request['draws']}"
+            )
     options = {"sampling_data": task.sampling_data, **task.options}
     run = attribute(
         task.model,
@@ -316,6 +323,7 @@ def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def task_of(request: Mapping[str, Any]) -> Task:
     """Load the model and the data that a request names."""
+    require_device(request.get("device"))
     # A model that is to be spread over GPUs comes from the memory of the host.
     spread = request.get("shards", 1) > 1
     if "task" in request:

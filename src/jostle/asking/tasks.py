@@ -96,6 +96,18 @@ def _require_place(name: str) -> None:
         raise InputError("model", got=f"{name}, which does not exist", expected=EXPECTED_MODEL, fix=_nearest(name))
 
 
+def require_device(name: str | None) -> None:
+    """Refuse a device that is not there."""
+    expected = "cpu, or cuda or cuda:0 where there is such a GPU"
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise InputError("device", got=name, expected=expected) from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise InputError("device", got=f"{name}, where PyTorch sees {count} GPUs", expected=expected)
+
+
 def _nearest(name: str) -> str:
     """A word of the model's directory that may have been meant."""
     parent = Path(name).parent

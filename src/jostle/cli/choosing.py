@@ -60,7 +60,7 @@ _Values = Annotated[str | None, typer.Option(metavar="X,X,...", help="One or mor
 @app.command(
     epilog=examples(
         (
-            "jostle sweep sweeps/a --task my_file.py:build --n-beta 0,10,100 --localization 100,1000 --step-size 1e-4",
+            "jostle sweep sweeps/a ... --n-beta 0,10,100 --localization 100,1000",
             "six runs, and sweeps/a/sweep.png",
         ),
         ("jostle sweep sweeps/b ... --bank banks/a", "with the LDS in each cell"),

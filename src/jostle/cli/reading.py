@@ -99,6 +99,7 @@ def show(
     scored = columns["query"].positions_of(query)
     if token is not None and token not in scored:
         raise InputError("token", got=token, expected=f"a scored position of the query ({scored[0]} to {scored[-1]})")
+    _warn(opened)
     chosen = train or [entry.index for entry in opened.influence(normalize=True).top(query, k).helpful]
     console = Console(highlight=False)
     marked = [token] if token is not None else scored
@@ -134,7 +135,9 @@ def export(
     """
     from jostle.runs.run import load
 
-    load(out).influence(normalize=normalize, reduction=reduction).export(file)
+    opened = load(out)
+    opened.influence(normalize=normalize, reduction=reduction).export(file)
+    _warn(opened)
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jostle.cli.shell import ExitCode, Out, app, examples, finish, only_given, say
+from jostle.cli.shell import ExitCode, Out, app, examples, finish, in_panels, only_given, say
 from jostle.errors import InputError
 from jostle.presets import CALIBRATED, DEFAULTS, LANGUAGE_WEIGHTS, PRESETS
 from jostle.presets import KAPPA as USUAL_KAPPA
@@ -38,7 +38,7 @@ _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
 @app.command(
     epilog=examples(
         ("jostle run runs/a --model ./model --train train.jsonl --query query.jsonl", "attention moves"),
-        ("jostle run runs/b --model ./model --train t.jsonl --query q.jsonl --preset scaling", "as in the paper"),
+        ("jostle run runs/b ... --preset scaling", "as in the paper"),
         ("jostle run runs/c --task my_file.py:build --weights all", "a model of your own"),
         ("jostle run runs/d --config runs/a/config.yaml", "the same again"),
         ("jostle run runs/e ... --dry-run", "what it will take: memory, disk, time"),
@@ -48,6 +48,18 @@ _NOT_SETTINGS = ("out", "config", "preset", "auto", "rise", "kappa", "dry_run")
         ("jostle run runs/h ... --traces s3://bucket/runs/h", "traces in an object store, the rest in runs/h"),
     )
 )
+@in_panels(
+    {
+        "What": ("model", "train", "query", "sampling", "task", "weights", "max_length", "config"),
+        "How many draws": ("chains", "draws", "burn_in", "thin", "until", "minutes", "seed"),
+        "Which draws": (
+            "preset", "auto", "rise", "kappa", "sampler", "step_size", "friction", "n_beta", "localization",
+            "batch_size",
+        ),
+        "Switches": ("control_variates", "antithetic", "compile"),
+        "Where": ("device", "precision", "shards", "traces", "keep_weights", "dry_run"),
+    }
+)  # fmt: skip
 def run(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the run goes.", show_default=False)],
     model: Annotated[str | None, typer.Option(metavar="DIR|ID", help="A causal LM: a directory or a hub id.")] = None,
@@ -58,7 +70,10 @@ def run(
     sampling: Annotated[
         str | None, typer.Option(metavar="FILE", help="What minibatches are drawn from. Default: the training texts.")
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="A task of your own, instead.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:NAME", help="A task of your own, instead: a function, build by default."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="YAML", help="The config.yaml of a run, to repeat it.")] = None,
     preset: Annotated[
         str | None,
@@ -127,8 +142,9 @@ def run(
     precision: Annotated[
         Literal["model", "bfloat16", "float8", "float8-emulated"] | None,
         typer.Option(
-            help="Of matrix products: the model's own, the default, or bfloat16, which GPUs are fast in; float8 "
-            "observes faster yet."
+            metavar="KIND",
+            help="Of matrix products: the model's own, the default (model); bfloat16, which GPUs are fast in; float8, "
+            "which observes faster yet; float8-emulated.",
         ),
     ] = None,
     compile: Annotated[

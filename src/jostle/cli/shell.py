@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -23,6 +23,9 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run
 Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlations, or −covariances.")]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
+
+
+INTERRUPTED = "interrupted; the same command, or jostle resume OUT, goes on where it stood"
 
 
 class ExitCode(IntEnum):
@@ -56,7 +59,7 @@ class _Commands(TyperGroup):
             except RankLostError as error:
                 raise _failure(str(error), ExitCode.INTERRUPTED) from error
             except KeyboardInterrupt as error:
-                raise _failure("interrupted; the same command goes on where it stood", ExitCode.INTERRUPTED) from error
+                raise _failure(INTERRUPTED, ExitCode.INTERRUPTED) from error
 
 
 def _failure(message: str, code: ExitCode) -> typer.Exit:
@@ -96,9 +99,24 @@ def finish(run: Run) -> None:
 
 def examples(*commands: tuple[str, str]) -> str:
     """Commands and what they do, for the end of a help page."""
-    width = max(len(command) for command, _ in commands)
-    lines = [f"  [bold cyan]{command:{width}}[/]  [dim]{meaning}[/]" for command, meaning in commands]
+    # Each under what it does: beside it, a narrow terminal would break the line within what is to be typed.
+    lines = [f"  [dim]# {meaning}[/]\n  [bold cyan]{command}[/]" for command, meaning in commands]
     return "\n".join(["[bold]Examples[/]", *lines])
+
+
+def in_panels(panels: Mapping[str, Sequence[str]]) -> Callable[[Callable[..., Any]], Any]:
+    """Group the options of a command by what they are about; each group has columns of its own widths."""
+
+    def decorate(command: Any) -> Any:
+        signature = inspect.signature(command, eval_str=True)
+        for title, names in panels.items():
+            for name in names:
+                signature.parameters[name].annotation.__metadata__[0].rich_help_panel = title
+        command.__signature__ = signature
+        command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+        return command
+
+    return decorate
 
 
 def with_flags_of(other: Callable[..., Any], *, without: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:

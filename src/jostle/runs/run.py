@@ -43,7 +43,7 @@ def load(path: str | Path) -> Run:
             "run",
             got=f"{path}, which is not finished",
             expected="a complete run",
-            fix=f"jostle resume {path}, or attribute again with the same arguments and out, goes on where it stood",
+            fix=f"jostle resume {path} goes on, or the same jostle.attribute(...) again; jostle view shows it as it is",
         )
     check_config(run.config, run.manifest)
     if run.config["keep"] == "traces":
