@@ -101,7 +101,7 @@ def require_device(name: str | None) -> None:
     expected = "cpu, or cuda or cuda:0 where there is such a GPU"
     try:
         device = torch.device(name or "cpu")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # in a config there may be anything
         raise InputError("device", got=name, expected=expected) from error
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
