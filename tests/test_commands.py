@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,21 @@ def test_a_hub_id_is_asked_of_the_hub(name: str, place: Path, monkeypatch: pytes
     said = jostle_command("run", "x", *sources(place), "--model", name).stderr
     assert "could not be loaded (AskedError: asked)" in said
     assert ("there is model" in said) == (name == "modle")
+
+
+def test_what_a_repeated_run_adds_is_said(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "run", tmp_path / "run")
+    draws = jostle.load(place / "run").config["draws"]
+    config = yaml.safe_load((place / "run" / "config.yaml").read_text())
+    for asked, code, said in (
+        (draws + 1, 0, f"up to {config['chains']} × {draws + 1}"),
+        ("many", 2, "jostle: draws: got 'many'"),
+    ):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"draws": asked}))
+        result = jostle_command("run", tmp_path / "run", "--config", tmp_path / "config.yaml")
+        assert result.exit_code == code, result.stderr
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
 
 
 def test_export_and_top_have_the_same_scores_by_default(place: Path, tmp_path: Path) -> None:

@@ -278,7 +278,9 @@ def carry_out(
     del moving
     if (out / "manifest.json").is_file():
         there = read_manifest(out).get("planned", {})
-        if any(there.get(name, request[name]) < request[name] for name in ("chains", "draws")):
+        asked = {name: request[name] for name in ("chains", "draws")}
+        # What is no number is refused later, with all else that is.
+        if any(isinstance(value, int) and there.get(name, value) < value for name, value in asked.items()):
             say(
                 f"{out} has {there['chains']} × {there['draws']} draws: added are those up to "
                 f"{request['chains']} × {request['draws']}"
