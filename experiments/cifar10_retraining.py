@@ -50,14 +50,16 @@ PER_1024 = 1_024 * (1 + 1 / (1 - MOMENTUM))
 """Learning rate and weight decay are given for a step of 1,024 examples, with momentum's amplification taken out."""
 
 PAPER = {"n_beta": 200.0, "localization": 1e4, "step_size": 1e-5, "chains": 4, "draws": 100, "batch_size": 1_024}
+BLIND = {"n_beta": 0.0, "sampler": "gaussian", "step_size": None, "burn_in": 1, "thin": 1, "chains": 4, "draws": 100,
+         "batch_size": 1_024}  # fmt: skip
 BIF: dict[str, dict[str, Any]] = {
+    "calibrated": {"chains": 4, "draws": 100, "batch_size": 1_024},
+    "calibrated, no gradient": BLIND,
     "as in the paper": {**PAPER, "thin": 1},
-    "10 steps between draws": {**PAPER, "thin": 10, "burn_in": 100},
-    "no gradient": {
-        "n_beta": 0.0, "localization": 1e4, "sampler": "gaussian", "chains": 4, "draws": 100, "burn_in": 1, "thin": 1,
-        "batch_size": 1_024,
-    },
-}  # fmt: skip
+    "paper, 10 steps between draws": {**PAPER, "thin": 10, "burn_in": 100},
+    "paper, no gradient": {**BLIND, "localization": 1e4},
+}
+"""Those without a localization are calibrated (`jostle.calibrate`, which sees no retraining)."""
 
 
 class Images:
@@ -238,7 +240,7 @@ def settings_of(
             f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks, bif,
             sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
-            ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
+            ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
         )  # fmt: skip
 
 

@@ -51,17 +51,16 @@ RECIPES = {
 WEIGHTS = "attention+mlp"
 
 PAPER = {"n_beta": 800.0, "localization": 5e4, "step_size": 2e-6, "chains": 4, "draws": 300, "burn_in": 150}
+BLIND = {"n_beta": 0.0, "sampler": "gaussian", "step_size": None, "burn_in": 1, "thin": 1, "chains": 4, "draws": 75,
+         "batch_size": 32}  # fmt: skip
 BIF: dict[str, dict[str, Any]] = {
+    "calibrated": {"chains": 4, "draws": 75, "batch_size": 32},
+    "calibrated, no gradient": BLIND,
     "as in the paper": {**PAPER, "thin": 1, "batch_size": 128},
-    "smaller temperature, 10 steps between draws": {
-        "n_beta": 30.0, "localization": 5e4, "step_size": 4e-6, "chains": 4, "draws": 150, "burn_in": 100, "thin": 10,
-        "batch_size": 32,
-    },
-    "no gradient": {
-        "n_beta": 0.0, "localization": 5e4, "sampler": "gaussian", "chains": 4, "draws": 150, "burn_in": 1, "thin": 1,
-        "batch_size": 32,
-    },
-}  # fmt: skip
+    "paper, no gradient": {**BLIND, "localization": 5e4},
+}
+"""Those without a localization are calibrated (`jostle.calibrate`, which sees no retraining)."""
+
 SWEEP = {"n_beta": (0.0, 30.0, 100.0, 300.0, 1000.0), "localization": (1e4, 3e4, 1e5, 3e5)}
 
 
@@ -186,7 +185,7 @@ def setting_of(
     return Setting(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
-        ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods,
+        ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from benchmarks.environment import write_record
 from torch import nn
 
 import jostle
-from jostle.asking.requests import sampler_of
+from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import ekfac, gradient_similarity, trak
 from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Measure, Subsets, compare
@@ -35,6 +35,8 @@ from jostle.scores import Scores
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""
 
+DEFAULT_RULE = "leimkuhler-matthews"
+CALIBRATED = ("n_beta", "localization", "step_size", "burn_in", "thin")
 BOOTSTRAP = 100
 METHODS = ("gradients", "trak", "ekfac", "bif")
 RECORDS = Path(__file__).parent / "records"
@@ -103,6 +105,7 @@ class Setting:
     checkpoints: Sequence[nn.Module] = ()
     ekfac_repeats: int = 1
     methods: Sequence[str] = METHODS
+    dampings: Sequence[float] = DAMPINGS
     extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
 
     def jobs(self, work: Path, budget: Budget) -> dict[str, Callable[[], dict[str, Scores]]]:
@@ -138,7 +141,7 @@ class Setting:
                 ("damping 1e-8", 1e-8, 0, work / "ekfac"),
                 ("default damping", None, 0, work / "ekfac-default"),
                 *((f"default damping, seed {seed}", None, seed, None) for seed in range(1, self.ekfac_repeats)),
-                *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in DAMPINGS),
+                *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in self.dampings),
             ]
         }  # fmt: skip
         groups["bif"] = {
@@ -150,15 +153,43 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
+    def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:
+        """Settings for a rule, from measurements of the model; what is given is kept."""
+        started = time.perf_counter()
+        with budget.interrupting():
+            chosen = jostle.calibrate(
+                self.model, self.train, self.query, sampling_data=self.sampling_data, loss=self.loss,
+                potential_loss=self.potential_loss, weights=self.weights, collate=self.collate,
+                precision=self.precision, batch_size=batch_size, sampler=SAMPLERS[rule](step_size=1.0), **given,
+            )  # fmt: skip
+        return {
+            "n_beta": chosen.posterior.n_beta, "localization": chosen.posterior.localization,
+            "step_size": vars(chosen.sampler)["step_size"], "burn_in": chosen.burn_in, "thin": chosen.thin,
+            "rise": chosen.rise, "pilot": chosen.pilot, "seconds": time.perf_counter() - started,
+        }  # fmt: skip
+
     def sample(
         self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget
     ) -> tuple[jostle.Run, dict[str, Any]]:
-        """One run of this setting, in ``work``, and what a record should say of it."""
-        return sample(
-            self.model, self.train, self.query, settings, loss=self.loss, weights=self.weights, budget=budget,
+        """One run of this setting, in ``work``, and what a record should say of it.
+
+        Settings without a localization are completed by calibration, which is done once.
+        """
+        options, seconds = dict(settings), 0.0
+        if "localization" not in options:
+            path = work / f"calibration-{options['batch_size']}.json"
+            if not path.is_file():  # a run goes on only with exactly the same settings
+                path.write_text(json.dumps(self.calibrate(DEFAULT_RULE, options["batch_size"], budget)))
+            chosen = json.loads(path.read_text())
+            seconds = chosen["seconds"]
+            print(f"  calibrated: {chosen}", flush=True)
+            options = {"sampler": DEFAULT_RULE, **{key: chosen[key] for key in CALIBRATED}, **options}
+        run, about = sample(
+            self.model, self.train, self.query, options, loss=self.loss, weights=self.weights, budget=budget,
             out=work / "runs" / file_name(name), sampling_data=self.sampling_data, potential_loss=self.potential_loss,
             collate=self.collate, precision=self.precision,
         )  # fmt: skip
+        return run, about | {"seconds": about["seconds"] + seconds, **{key: options.get(key) for key in CALIBRATED}}
 
     def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
         """One run; covariance is the paper's B, correlation its A."""
@@ -262,6 +293,7 @@ KEPT = (
     "failed_chains",
     "damping",
     "dimension",
+    *CALIBRATED,
 )
 
 
@@ -436,6 +468,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--subsets", type=int, default=100)
     parser.add_argument("--retrain-seeds", type=int, help="average so many retrainings of each subset")
     parser.add_argument("--ekfac-repeats", type=int, help="fits of EK-FAC, for its own variation")
+    parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
     parser.set_defaults(**defaults)
 

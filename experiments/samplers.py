@@ -36,7 +36,6 @@ from torch import nn
 import jostle
 from experiments import calibration, cifar10_retraining, language_retraining
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record, Setting, file_name, fill
-from jostle.asking.requests import SAMPLERS
 from jostle.attributors import exact_influence
 from jostle.data.datasets import Data
 from jostle.estimate import covariance
@@ -123,24 +122,12 @@ def calibrated(
         if rule in kept:
             continue
         first = kept.get("leimkuhler-matthews", {})
-        started = time.perf_counter()
         try:
-            with budget.interrupting():
-                chosen = jostle.calibrate(
-                    setting.model, setting.train, setting.query, sampling_data=setting.sampling_data, loss=setting.loss,
-                    potential_loss=setting.potential_loss, weights=setting.weights, collate=setting.collate,
-                    precision=setting.precision, batch_size=batch_size, sampler=SAMPLERS[rule](step_size=1.0),
-                    **{name: first[name] for name in ("localization", "n_beta") if name in first},
-                )  # fmt: skip
+            kept[rule] = setting.calibrate(
+                rule, batch_size, budget, **{name: first[name] for name in ("localization", "n_beta") if name in first}
+            )
         except jostle.InputError as error:
             kept[rule] = {"fault": str(error)}
-        else:
-            kept[rule] = {
-                "n_beta": chosen.posterior.n_beta, "localization": chosen.posterior.localization,
-                "step_size": vars(chosen.sampler)["step_size"], "burn_in": chosen.burn_in, "thin": chosen.thin,
-                "rise": chosen.rise, "pilot": chosen.pilot,
-            }  # fmt: skip
-        kept[rule]["seconds"] = time.perf_counter() - started
         print(f"  calibrated {rule}: {kept[rule]}", flush=True)
         save()
 
