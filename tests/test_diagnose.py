@@ -110,6 +110,22 @@ def test_good_runs_are_called_good(step: float, settings: dict[str, int]) -> Non
 
 
 @pytest.mark.usefixtures("fewer_series")
+def test_good_runs_that_hardly_moved_are_hinted_at() -> None:
+    """The same run with losses that move less: correlations, and so the verdict, are what they were."""
+    usual = sample_of(simulate(1 / LARGEST, chains=CHAINS, **GOOD))
+    rise = float(usual.mean_loss.mean()) - usual.center_loss
+    for share, hinted in ((1.0, False), (0.0031 / rise, False), (0.0029 / rise, True), (-0.0029 / rise, True)):
+        losses = usual.center_loss + share * (usual.train - usual.center_loss)
+        found = diagnose.diagnose(config(1 / LARGEST), MANIFEST, sample_of(losses))
+        assert found["verdict"]["level"] == "good"
+        assert found["rise"] == pytest.approx(share * rise)
+        assert (found["verdict"]["hint"] is not None) == hinted
+        if hinted:
+            assert f"the mean loss is {found['rise']:+.1g} nats from its value at w*" in found["verdict"]["hint"]
+            assert "jostle run --auto" in found["verdict"]["hint"]
+
+
+@pytest.mark.usefixtures("fewer_series")
 def test_a_step_beyond_the_stable_one_is_noticed_while_all_is_finite() -> None:
     for found in judge(4.02 / LARGEST):
         assert found["verdict"]["level"] == "unreliable"

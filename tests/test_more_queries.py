@@ -341,9 +341,13 @@ def test_a_language_model(place: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(jostle.chains.observing.Observer, "__call__", interrupted)
-        assert jostle_command(*command).exit_code == 75
+        result = jostle_command(*command)
+    assert result.exit_code == 75
+    assert "stopped with all 2 × 12 draws, and not yet all queries at them" in result.stderr
     assert jostle_command("check", tmp_path / "run").exit_code == 75
-    assert jostle_command(*command).exit_code == 0  # goes on, and does not add them twice
+    result = jostle_command(*command)
+    assert result.exit_code == 0  # goes on, and does not add them twice
+    assert "queries added to the 2 that were there" in result.stderr
     assert jostle_command("check", tmp_path / "run").exit_code == 0
     same = [*sources(place), "--query", tmp_path / "more.jsonl", *SMALL]
     assert jostle_command("run", tmp_path / "run", *same).exit_code == 0  # the same run, in other words

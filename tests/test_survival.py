@@ -621,9 +621,23 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", interrupted)
     result = jostle_command(*command)
     assert result.exit_code == 75
-    assert jostle_command("check", tmp_path / "run").exit_code == 75
-    assert jostle_command("resume", tmp_path / "run").exit_code == 0
+    there = int(np.isfinite(losses(jostle.Run(tmp_path / "run"))).all(2).sum())
+    assert 0 < there < 2 * 12
+    assert f"jostle: stopped with {there} of 2 × 12 draws; the same command, or jostle resume" in result.stderr
+    result = jostle_command("check", tmp_path / "run")
+    assert result.exit_code == 75
+    assert result.stdout.startswith(f"unfinished: {there} of 2 × 12 draws; jostle resume ")
+    # Without --draws and --chains it is what it was asked for, and not the default.
+    again = ["run", tmp_path / "run", "--task", task, "--burn-in", 1, "--batch-size", 3]
+    result = jostle_command(*again)
+    assert result.exit_code == 0, result.stderr
+    assert f"has {there} of 2 × 12 draws, and goes on" in result.stderr
     assert jostle_command("check", tmp_path / "run").exit_code == 0
+    before = losses(jostle.load(tmp_path / "run"))
+    result = jostle_command(*again)
+    assert result.exit_code == 0, result.stderr
+    assert f"run is complete, with 2 × 12 draws; jostle extend {tmp_path / 'run'} --draws N adds" in result.stderr
+    np.testing.assert_array_equal(losses(jostle.load(tmp_path / "run")), before)
     longer = [*command[2:], "--draws", 20, "--chains", 3]
     assert jostle_command("run", tmp_path / "longer", *longer).exit_code == 0
     result = jostle_command("extend", tmp_path / "run", "--draws", 20, "--chains", 3)
@@ -636,6 +650,30 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "draws: got 5 for" in result.stderr
     assert "expected more, in all" in result.stderr
     assert "neither --draws nor --chains nor --query" in jostle_command("extend", tmp_path / "run").stderr
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize(("at_once", "looks"), [(1, 4), (1, 8), (2, 4)])
+def test_draws_so_far_are_counted(
+    at_once: int, looks: int, extended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against how often chains were looked at, one after another or side by side."""
+    if extended:
+        sample(tmp_path, draws=3, chains_at_once=at_once)
+    seen = observed(monkeypatch)
+    observe = jostle.chains.chain.Dynamics.observe
+
+    def interrupted(self: Any, group: Any, *others: Any) -> Any:
+        if len(seen) == looks - 1:
+            os.kill(os.getpid(), 2)
+        return observe(self, group, *others)
+
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sample(tmp_path, chains=3, chains_at_once=at_once)
+    assert len(seen) == looks
+    there = 6 * extended + sum(len(chains) for chains, _ in seen)
+    assert str(caught.value) == f"stopped with {there} of 3 × 6 draws; the same command or call goes on"
 
 
 def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, says: Says) -> None:

@@ -84,6 +84,22 @@ def test_figures_for_a_paper(place: Path, tmp_path: Path, run: str, name: str, b
     assert len(content) > 3000
 
 
+@pytest.mark.parametrize("run", ["texts", "images"])
+def test_a_figure_has_the_verdict_and_nothing_on_the_wrong_side(place: Path, tmp_path: Path, run: str) -> None:
+    result = command("report", place / run, "-o", tmp_path / "all.svg", "-k", 30)
+    assert result.exit_code == 0, result.stderr
+    drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "all.svg").read_text())
+    summary = jostle.load(place / run).diagnostics()["verdict"]["summary"]
+    (verdict,) = [words for words in drawn if words[:20] == summary[:20]]
+    assert summary.startswith(verdict.removesuffix(" …"))
+    correlations = jostle.load(place / run).influence(normalize=True).posterior_correlation[:, 0]
+    shown = [float(number.replace("−", "-")) for number in re.findall(r":  ([+−]\d\.\d\d)", "\n".join(drawn))]
+    helpful = np.sort(correlations[correlations >= 0.005])[::-1]
+    harmful = np.sort(correlations[correlations <= -0.005]) if run == "images" else []
+    assert 0 < len(helpful) < len(correlations)
+    np.testing.assert_allclose(shown, [*helpful, *harmful], atol=0.0051)
+
+
 def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_path: Path) -> None:
     """The boxes of an SVG, against white mixed with blue or orange by hand."""
     command("report", place / "texts", "-o", tmp_path / "pair.svg", "-q", 1, "--train", 3, "--token", 2)

@@ -21,6 +21,7 @@ from jostle.errors import InputError
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
+from jostle.runs.integrity import so_far
 from jostle.runs.run import Run, read_config, read_manifest
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
@@ -59,11 +60,17 @@ LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
 
 
-def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | None = None) -> dict[str, Any]:
-    """Return every setting of a run: what was said on the command line, then elsewhere."""
+def resolve(
+    flags: dict[str, Any], *, config: Path | None = None, preset: str | None = None, out: Path | None = None
+) -> dict[str, Any]:
+    """Return every setting of a run: what was said on the command line, then elsewhere.
+
+    How many draws a run in ``out`` was asked for is no less said than a preset's number or a default.
+    """
     if preset is not None and preset not in PRESETS:
         raise InputError("preset", got=repr(preset), expected=f"one of {', '.join(PRESETS)}")
-    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_from_config(config) if config else {})
+    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_asked_for(out) if out else {})
+    request |= _from_config(config) if config else {}
     request |= IMPLIED.get(flags.get("sampler", ""), {}) | flags
     if flags.get("sampler") == "gaussian" and "step_size" in flags:
         raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
@@ -77,6 +84,12 @@ def resolve(flags: dict[str, Any], *, config: Path | None = None, preset: str | 
     if missing:
         raise InputError("run", got=f"no {', no '.join(missing)}", expected="--model, --train and --query, or --task")
     return request
+
+
+def _asked_for(out: Path) -> dict[str, Any]:
+    """How many draws the run in a directory is to have, where there is one."""
+    there = read_config(out) if (out / "manifest.json").is_file() else {}
+    return {name: there[name] for name in ("chains", "draws", "until", "minutes") if there.get(name) is not None}
 
 
 def _thin(word: Any) -> int | Literal["auto"]:
@@ -208,6 +221,7 @@ def calibrated(
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
+    _settings(request)
     task = task_of(request)
     # Without its step the default costs what SGLD costs, and its covariance has no error of the step.
     named = "sampler" in given or isinstance(request["sampler"], dict)
@@ -247,17 +261,29 @@ def calibrated(
 
 def to_config(request: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return a request as the config.yaml of its run would have it."""
-    config = Config(
-        posterior=_posterior(request, task),
-        sampler=sampler_of(request),
+    config = replace(
+        _settings(request),
+        posterior=_posterior(request, task.default_weights),
         loss=describe(task.loss),
         potential_loss=describe(task.options.get("potential_loss", task.loss)),
         observables=tuple(task.options.get("observables", ())),
-        keep="traces",
-        **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in LATER if name in request},
     )
     return config.to_dict() | {"source": source_of(request)}
+
+
+def _settings(request: Mapping[str, Any]) -> Config:
+    """A request without what it names; refuses numbers that no run can have before anything is loaded for them."""
+    return Config(
+        posterior=_posterior(request, "all"),
+        sampler=sampler_of(request),
+        loss="",
+        potential_loss="",
+        observables=(),
+        keep="traces",
+        thin=1 if request["thin"] == "auto" else request["thin"],
+        **{name: request[name] for name in ("chains", "draws", "burn_in", "batch_size", "seed")},
+        **{name: request[name] for name in LATER if name in request},
+    )
 
 
 def carry_out(
@@ -269,22 +295,17 @@ def carry_out(
     dry_run: Callable[[list[str]], None] | None = None,
 ) -> Run:
     """Load what the request names, if it is not loaded yet, say what will move, and sample."""
-    sampler = sampler_of(request)
+    sampler = _settings(request).sampler
     task = task or task_of(request)
-    posterior = _posterior(request, task)
+    posterior = _posterior(request, task.default_weights)
     moving = MovingWeights(task.model, posterior.weights)
     shown = ", ".join(moving.names[:NAMES_SHOWN]) + (", ..." if len(moving.names) > NAMES_SHOWN else "")
     say(f"{moving.total:,} weights of {len(moving.names)} parameters move ({posterior.weights}): {shown}")
     del moving
-    if (out / "manifest.json").is_file():
-        there = read_manifest(out).get("planned", {})
-        asked = {name: request[name] for name in ("chains", "draws")}
-        # What is no number is refused later, with all else that is.
-        if any(isinstance(value, int) and there.get(name, value) < value for name, value in asked.items()):
-            say(
-                f"{out} has {there['chains']} × {there['draws']} draws: added are those up to "
-                f"{request['chains']} × {request['draws']}"
-            )
+    before = Run(out) if (out / "manifest.json").is_file() else None
+    if before is not None:
+        _tell_what_is_there(before, request, say)
+    queries = 0 if before is None else _queries(before)
     options = {"sampling_data": task.sampling_data, **task.options}
     run = attribute(
         task.model,
@@ -301,17 +322,42 @@ def carry_out(
         **{name: request[name] for name in (*LATER, "compile", "keep_weights", "shards", "traces") if name in request},
         **options,
     )
-    if run.manifest.get("thinning"):
+    if before is not None and _queries(run) > queries:
+        say(f"{_queries(run) - queries} queries added to the {queries} that were there")
+    if run.manifest.get("thinning") and (before is None or before.manifest["status"] == "sampling"):
         say(str(Thinning(**run.manifest["thinning"])))
+    if before is not None and before.manifest == run.manifest:
+        more = "" if run.stopped else f"; jostle extend {out} --draws N adds draws, up to N of each chain"
+        say(f"{out} is complete, with {run.config['chains']} × {run.draws} draws{more}")
     return run
 
 
-def _posterior(request: dict[str, Any], task: Task) -> Posterior:
+def _tell_what_is_there(run: Run, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say what a run has before it goes on or is added to."""
+    if run.manifest["status"] != "complete":
+        say(f"{run.directory} has {so_far(run)}, and goes on")
+        return
+    there = run.manifest.get("planned", {})
+    if any(there.get(name, request[name]) < request[name] for name in ("chains", "draws")):
+        say(
+            f"{run.directory} has {there['chains']} × {there['draws']} draws: added are those up to "
+            f"{request['chains']} × {request['draws']}"
+        )
+
+
+def _queries(run: Run) -> int:
+    """How many queries a run has that are observed at all of its draws."""
+    if run.config["keep"] != "traces" or "query" not in run.traces.sets:
+        return 0
+    return run.manifest.get("replay", {}).get("queries", run.traces.columns("query").samples)
+
+
+def _posterior(request: Mapping[str, Any], default_weights: str) -> Posterior:
     return Posterior(
         n_beta=request["n_beta"],
         localization=request["localization"],
         prior_precision=request.get("prior_precision", 0.0),
-        weights=request.get("weights", task.default_weights),
+        weights=request.get("weights", default_weights),
     )
 
 

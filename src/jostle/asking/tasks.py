@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from jostle.config import require_whole
 from jostle.data.texts import Example, read_records, tokenize
 from jostle.errors import InputError
 from jostle.losses import Loss, next_token
@@ -63,6 +64,8 @@ def language_model(
         spread: leave the model in the memory of the host, from where it will be spread over several such devices.
     """
     _require_place(model)
+    if max_length is not None:
+        require_whole("max_length", max_length, at_least=1)
     files = {"train": [train], "query": [query] if isinstance(query, str) else query}
     files |= {} if sampling is None else {"sampling": [sampling]}
     records = {

@@ -167,8 +167,8 @@ def run(
 
     Texts are JSONL ([bold]text[/], or [bold]prompt[/] and [bold]completion[/], or chat [bold]messages[/]), plain text
     with an example a line, CSV, Parquet, or a Hugging Face data set ([bold]DIR:train\[:400][/]).
-    The same command, given again, goes on where it was interrupted; with larger [bold]--draws[/] or
-    [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
+    The same command, given again, goes on where it was interrupted, to as many draws as it was asked for;
+    with larger [bold]--draws[/] or [bold]--chains[/], or one more [bold]--query[/], it adds to what is there.
     """
     given = only_given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import ranks
@@ -183,7 +183,7 @@ def run(
     begun = auto and (out / "manifest.json").is_file()
     if begun:
         given, config = requests.given_again(given, kappa=kappa), out / "config.yaml"
-    request = requests.resolve(given, config=config, preset=preset)
+    request = requests.resolve(given, config=config, preset=preset, out=out)
     loaded = None
 
     def calibrated() -> dict[str, Any]:

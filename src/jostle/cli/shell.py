@@ -25,7 +25,7 @@ Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Corre
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 
-INTERRUPTED = "interrupted; the same command, or jostle resume OUT, goes on where it stood"
+INTERRUPTED = "interrupted; the same command goes on with what is there by now, or begins again"
 
 
 class ExitCode(IntEnum):
@@ -59,7 +59,7 @@ class _Commands(TyperGroup):
             except RankLostError as error:
                 raise _failure(str(error), ExitCode.INTERRUPTED) from error
             except KeyboardInterrupt as error:
-                raise _failure(INTERRUPTED, ExitCode.INTERRUPTED) from error
+                raise _failure(str(error) or INTERRUPTED, ExitCode.INTERRUPTED) from error
 
 
 def _failure(message: str, code: ExitCode) -> typer.Exit:

@@ -36,9 +36,10 @@ def print_ranking(
             widest = max([len(heading), *(len(row[column]) for row in cells)])
             table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
             room -= widest
-        table.add_column("text", no_wrap=True)
-        for entry, (index, number) in zip(entries, cells, strict=True):
-            table.add_row(index, number, Text(excerpt(train[entry.index], max(room, 8)) if train else ""))
+        if train:
+            table.add_column("text", no_wrap=True)
+        for entry, row in zip(entries, cells, strict=True):
+            table.add_row(*row, *([Text(excerpt(train[entry.index], max(room, 8)))] if train else []))
         console.print(table)
     if ranking.normalized:
         console.print("posterior correlation: positive = the losses move together, training on it helps")
@@ -91,6 +92,8 @@ def print_verdict(console: Console, verdict: Mapping[str, Any], command: str | N
         console.print(Text(f"  {reason['level']}: {reason['finding']}; {reason['advice']}"), soft_wrap=True)
     if command is not None:
         console.print(f"to follow it: {command}", markup=False, soft_wrap=True)
+    if verdict["hint"] is not None:
+        console.print(f"hint: {verdict['hint']}", markup=False, soft_wrap=True)
 
 
 def print_summary(console: Console, found: Mapping[str, Any], directory: str, command: str | None = None) -> None:

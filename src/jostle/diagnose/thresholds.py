@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jostle.presets import RISE
+
 ENOUGH_DRAWS, FEWEST_EFFECTIVE = 100, 25
 """The Monte Carlo error of a correlation is about 1/√(effective draws): 0.1, and 0.2."""
 
@@ -20,6 +22,9 @@ DRIFT_ERRORS = 5.0
 
 RISE_DOUBTFUL, RISE_UNRELIABLE = 2.0, 5.0
 """Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3."""
+
+HARDLY_RISEN = RISE / 100
+"""Of the mean loss from its value at w*, in nats: a hint, no verdict. At a tenth of RISE most scores were worse."""
 
 RUNAWAY_SPREADS = 8.0
 """How far above the draws before it, in their robust standard deviations, a chain that runs away has come."""

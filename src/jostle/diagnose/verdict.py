@@ -17,6 +17,7 @@ from jostle.diagnose.thresholds import (
     DRIFT_ERRORS,
     ENOUGH_DRAWS,
     FEWEST_EFFECTIVE,
+    HARDLY_RISEN,
     HOT,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
@@ -25,6 +26,7 @@ from jostle.diagnose.thresholds import (
     RISE_UNRELIABLE,
 )
 from jostle.estimate import FEWEST_DRAWS
+from jostle.presets import RISE
 
 Level = Literal["good", "doubtful", "unreliable"]
 LEVELS: tuple[Level, ...] = ("good", "doubtful", "unreliable")
@@ -51,8 +53,20 @@ def judge(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
         "level": level,
         "summary": _summary(level, reasons, found),
         "reasons": [asdict(reason) for reason in reasons],
+        "hint": _hint(reasons, found),
         "settings": _together([reason.settings for reason in reasons]),
     }
+
+
+def _hint(reasons: list[Reason], found: Mapping[str, Any]) -> str | None:
+    """What a run that is nothing worse than timid could do."""
+    told = {"no movement", "hardly left w*"} & {reason.kind for reason in reasons}
+    if told or abs(found.get("rise", math.inf)) >= HARDLY_RISEN:
+        return None
+    return (
+        f"the chains hardly moved: the mean loss is {found['rise']:+.1g} nats from its value at w*, and scores were "
+        f"best some tenths of a nat away; jostle run --auto chooses settings for {RISE:g}"
+    )
 
 
 def _together(advised: list[Mapping[str, float]]) -> dict[str, float]:

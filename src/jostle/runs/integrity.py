@@ -10,8 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from jostle.chains.checkpoints import Checkpoints
 from jostle.chains.recording import load_sums
 from jostle.errors import InputError, StorageError
+from jostle.runs.layout import ADDING_QUERIES
 from jostle.runs.run import Run, check_config, place_of_traces, read_config, read_manifest
 from jostle.traces.store import Traces
 from jostle.traces.tensor_files import read_tensors
@@ -35,6 +37,21 @@ def require_undamaged(directory: Path) -> None:
     damaged = [finding.what for finding in examine(directory, kept_weights=False) if finding.kind == "damaged"]
     if damaged:
         raise InputError("out", got=f"{directory}, which is damaged", expected="a whole run to add to", fix=damaged[0])
+
+
+def so_far(run: Run) -> str:
+    """How many draws there are of a run that is not finished, at its last checkpoint, and of how many."""
+    chains, draws, whole = run.config["chains"], run.config["draws"], run.manifest.get("recorded", {})
+    if run.manifest["status"] == ADDING_QUERIES:
+        return f"all {chains} × {run.draws} draws, and not yet all queries at them"
+    burn_in, thin = run.config["burn_in"], run.config["thin"]
+    there = 0
+    for chain, step in Checkpoints(run.directory / "state").steps(range(chains)).items():
+        # A chain waits before the draw of its step, but for the last one: it stays there when it is done.
+        done = -((burn_in - step) // thin) + (step == burn_in + (draws - 1) * thin)
+        there += max(0, min(done, draws), whole.get("draws", 0) if chain < whole.get("chains", 0) else 0)
+    most = "at most " if run.config.get("until") or run.config.get("minutes") else ""
+    return f"{there} of {most}{chains} × {draws} draws"
 
 
 def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
@@ -68,7 +85,9 @@ def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
     attempt(check_config, config, manifest)
     complete = manifest["status"] == "complete"
     if not complete:
-        findings.append(Finding("unfinished", f"status {manifest['status']}; jostle resume {directory} goes on"))
+        there = attempt(lambda: so_far(Run(directory)))
+        if there is not None:
+            findings.append(Finding("unfinished", f"{there}; jostle resume {directory} goes on"))
     for failure in manifest["failed_chains"]:
         where = f"chain {failure['chain']} at step {failure.get('step')}"
         findings.append(Finding("failed chain", f"{where}: {failure.get('reason')}"))

@@ -20,6 +20,7 @@ from jostle.models.functional import Observable, eval_mode
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.ranks import Ranks, leaving_with_enough
+from jostle.runs.integrity import so_far
 from jostle.runs.job import Job, Kept, Manner
 from jostle.runs.layout import place_for, thin_of, writing
 from jostle.runs.preparing import DataSets, Functions, check_examples, check_kinds, functional
@@ -232,8 +233,9 @@ def attribute(
                 except KeyboardInterrupt as error:
                     if out is None:
                         raise
+                    again = "command or call" if source is None else f"command, or jostle resume {out},"
                     raise KeyboardInterrupt(
-                        f"stopped at a checkpoint; the same call with out={str(out)!r} goes on"
+                        f"stopped with {so_far(Run(directory))}; the same {again} goes on"
                     ) from error
                 job.finish(prepared_in)
     run = Run(directory)

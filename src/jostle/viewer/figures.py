@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jostle.diagnose.plots import check
+from jostle.diagnose.plots import LEVEL_COLOURS, check
 from jostle.errors import InputError
 from jostle.viewer.reading import Reading
 
@@ -39,7 +40,7 @@ def draw_figure(reading: Reading, path: Path, *, query: int, train: Sequence[int
     span = None if token is None else (token, token)
     by_example, by_token = reading.correlations("query", query, span)
     if reading.per_token and by_token is not None:
-        chosen = list(train) or np.argsort(-by_example, kind="stable")[:k].tolist()
+        chosen = list(train) or _strongest(by_example, k)
         _draw_texts(reading, path, query, span, chosen, by_example, by_token)
     else:
         _draw_images(reading, path, query, train, by_example, k)
@@ -61,13 +62,13 @@ def _draw_texts(
     for index in chosen:
         example, columns = reading.examples["train"][index], reading.columns("train").of(index)
         values = dict(zip(example["positions"], by_token[columns].tolist(), strict=True))
-        blocks.append((f"train {index}:  {by_example[index]:+.2f}", example["tokens"], values, set()))
+        blocks.append((f"train {index}:  {by_example[index]:+z.2f}", example["tokens"], values, set()))
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     figure = Figure(figsize=(WIDTH, 1), dpi=400)  # fine enough that letters are measured to a hair
     laid_out = [_lines(figure, tokens) for _, tokens, _, _ in blocks]
-    height = sum(len(lines) + 1.35 for lines in laid_out) * LINE + 2.2 * LINE
+    height = sum(len(lines) + 1.35 for lines in laid_out) * LINE + 3.2 * LINE
     figure.set_size_inches(WIDTH, height)
     # Inches from the lower left corner, whatever the height came to.
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, height))
@@ -92,8 +93,23 @@ def _draw_texts(
             y -= LINE
         y -= 0.35 * LINE
     note = f"posterior correlation, full colour at ±{reach:.2f}: blue, the losses move together (helps); orange, harms"
-    axes.text(MARGIN, 0.5 * LINE, note, fontsize=FONT - 1.5, color="dimgray")
+    axes.text(MARGIN, 1.5 * LINE, note, fontsize=FONT - 1.5, color="dimgray")
+    verdict, colour = _verdict(reading, WIDTH)
+    axes.text(MARGIN, 0.5 * LINE, verdict, fontsize=FONT - 1.5, color=colour)
     figure.savefig(path, dpi=200)
+
+
+def _strongest(correlations: np.ndarray, k: int) -> list[int]:
+    """The ``k`` largest correlations, but for those that are shown as 0 or have the other sign."""
+    return [index for index in np.argsort(-correlations, kind="stable")[:k].tolist() if correlations[index] >= 0.005]
+
+
+def _verdict(reading: Reading, width: float) -> tuple[str, str]:
+    """What the diagnostics say of the run, on one line of so many inches, and its colour."""
+    if reading.diagnostics is None:
+        return "too few draws yet to judge", "dimgray"
+    verdict = reading.diagnostics["verdict"]
+    return shorten(verdict["summary"], int(16 * width), placeholder=" …"), LEVEL_COLOURS[verdict["level"]]
 
 
 class Placed(NamedTuple):
@@ -150,14 +166,13 @@ def _draw_images(
             expected="one that was given some to show",
             fix="write an .html report, or pass examples= to attribute",
         )
-    order = np.argsort(-by_example, kind="stable")
-    rows = (
-        [("", list(train))]
-        if train
-        else [("most helpful", order[:k].tolist()), ("most harmful", order[::-1][:k].tolist())]
-    )
+    ranked = [("most helpful", _strongest(by_example, k)), ("most harmful", _strongest(-by_example, k))]
+    rows = [("", list(train))] if train else [(title, row) for title, row in ranked if row] or [("", [])]
     wide = max(len(row) for _, row in rows)
-    figure = Figure(figsize=(0.85 * (wide + 1.3), 1.15 * len(rows) + 0.25), layout="constrained")
+    size = (0.85 * (wide + 1.3), 1.15 * len(rows) + 0.45)
+    figure = Figure(figsize=size, layout="constrained")
+    verdict, level = _verdict(reading, size[0])
+    figure.supxlabel(verdict, fontsize=FONT - 1.5, color=level)
     panels = figure.subplots(len(rows), wide + 1, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
@@ -166,7 +181,7 @@ def _draw_images(
         for axes, index in zip(line[1:], row, strict=False):
             value = float(by_example[index])
             colour = tuple((HELPS if value > 0 else HARMS).tolist())
-            _image(axes, reading, "train", index, f"{value:+.2f}".replace("-", "−"), colour)
+            _image(axes, reading, "train", index, f"{value:+z.2f}".replace("-", "−"), colour)
         if row and title:
             first = by_example[row[0]] > 0
             line[1].set_title(title, fontsize=FONT, loc="left", color=tuple((HELPS if first else HARMS).tolist()))

@@ -48,7 +48,7 @@ function verdict({ diagnostics, progress: now }) {
   if (!diagnostics) {
     return element("section", { class: "card" }, element("h2", {}, "Verdict"), element("p", {}, "Too few draws yet to judge."));
   }
-  const { level, summary, reasons } = diagnostics.verdict;
+  const { level, summary, reasons, hint } = diagnostics.verdict;
   const colon = summary.indexOf(": ");
   return element(
     "section",
@@ -59,6 +59,7 @@ function verdict({ diagnostics, progress: now }) {
     reasons.length > 1
       ? element("ul", {}, reasons.filter((reason) => !summary.includes(reason.finding)).map((reason) => element("li", {}, element("b", { class: reason.level }, reason.level), `: ${reason.finding}; ${reason.advice}`)))
       : null,
+    hint ? element("p", {}, `Hint: ${hint}`) : null,
     diagnostics.failed_chains.length
       ? element("p", {}, element("b", {}, "Failed: "), diagnostics.failed_chains.map((one) => `chain ${one.chain} at step ${one.step} (${one.reason})`).join("; "))
       : null,
