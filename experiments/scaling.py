@@ -169,7 +169,8 @@ def flops_a_draw(shape: Shape, train: Rows, query: Rows) -> float:
 def time_bif(model: Any, shape: Shape, train: Rows, query: Rows, quick: bool, compile: bool) -> dict[str, Any]:
     """Seconds of a draw, from one run in which each is timed."""
     counts = draws_timed(shape, quick)
-    with tempfile.TemporaryDirectory() as directory:
+    # The thread that writes traces may still be at it when a run ends in the middle.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         run = Path(directory) / "run"
         clock = Clock(run, counts[-1] + 1)
         with contextlib.suppress(EnoughDrawsError):
