@@ -37,11 +37,15 @@ class Shape(NamedTuple):
     vocabulary: int = 50304
 
     @property
+    def token_flops(self) -> float:
+        """Floating-point operations of a forward pass, for each token of a sequence."""
+        block = 12 * self.width**2 + self.width * TOKENS  # the second: scores and values, half of them masked
+        return 2 * (self.layers * block + self.vocabulary * self.width)
+
+    @property
     def flops(self) -> float:
         """Floating-point operations of a draw: a forward pass of every sequence, forward and backward of a batch."""
-        block = 12 * self.width**2 + self.width * TOKENS  # the second: scores and values, half of them masked
-        token = 2 * (self.layers * block + self.vocabulary * self.width)
-        return token * TOKENS * (TRAIN + QUERY + 3 * BATCH)
+        return self.token_flops * TOKENS * (TRAIN + QUERY + 3 * BATCH)
 
 
 SHAPES = {

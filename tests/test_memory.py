@@ -73,3 +73,24 @@ def test_no_room_for_a_single_example_is_an_error() -> None:
     data = (torch.zeros(3, 4).double(), torch.zeros(3, dtype=torch.long))
     with pytest.raises(jostle.InputError, match="room on the device"):
         jostle.attribute(Greedy(0), data, data, progress=False)
+
+
+def test_a_chain_that_was_tried_has_left_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    X, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    start = jostle.chains.chain.Dynamics.start
+    begun: list[StorageWeakRef] = []
+
+    def watched(self: Any, chains: list[int]) -> Any:
+        assert all(weights.expired() for weights in begun)  # a large model's chain has no room beside another
+        group = start(self, chains)
+        begun.append(StorageWeakRef(group.weights.untyped_storage()))
+        return group
+
+    monkeypatch.setattr(jostle.chains.chain.Dynamics, "start", watched)
+    jostle.attribute(
+        Greedy(40), (X, y), (X, y), sampler=jostle.SGLD(step_size=1e-4), chains=1, draws=2, batch_size=4,
+        progress=False, dry_run=lambda lines: None,
+    )  # fmt: skip
+    assert len(begun) == 3  # for the plan, for the time a step takes, and to run

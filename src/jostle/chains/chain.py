@@ -130,7 +130,7 @@ class Dynamics:
                 total: Tensor | None = None
                 for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
                     part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
-                    part = len(pieces[0]) / len(batches[0]) * part.to(weights.dtype)
+                    part.mul_(len(pieces[0]) / len(batches[0]))  # in its own precision: wider ones have no room, either
                     total = part if total is None else total.add_(part)
                 assert total is not None
                 return total

@@ -196,6 +196,7 @@ def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
         _wait(dynamics)
         seconds.append(dynamics.model.crew.slowest(time.perf_counter() - started))
     dynamics.advance(group)
+    dynamics.model.let_go()
     return values, seconds[0], seconds[1]
 
 

@@ -110,6 +110,9 @@ class FunctionalModel:
         """Return a vector whole, for whoever leads the crew to store."""
         return flat
 
+    def let_go(self) -> None:
+        """Hold on to no chain's weights."""
+
     def free_memory(self) -> None:
         """Give back what is kept for speed alone, when memory has run out."""
         if self.device.type == "cuda":

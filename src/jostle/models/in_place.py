@@ -130,6 +130,10 @@ class InPlace(FunctionalModel):
                 torch.ops.aten._foreach_copy_(self._written(), self._placed)
             self._placed_version = flat._version
 
+    def let_go(self) -> None:
+        """Hold on to no chain's weights: of a large model there is no room for those of a chain that is gone."""
+        self._placed = []
+
     def _written(self) -> list[Tensor]:
         """Where weights are written."""
         return [*self._parameters]

@@ -122,6 +122,7 @@ def make_plan(
     """Return what a run will take, without moving a chain."""
     at_once = prepared.at_once if prepared.together is not None else 1
     model, observers = prepared.alone.model, prepared.observers
+    free = free_memory(model.device)  # before there is a chain, which would count twice
     group = prepared.alone.start([0])
     held = group.weights.nbytes + sum(value.nbytes for value in group.statistics.values())
     # One chain alone has its gradient in the model's own precision, and on a GPU its noise block by block.
@@ -155,7 +156,7 @@ def make_plan(
         written_bytes=_written(directory),
         elsewhere=elsewhere,
         disk_free=shutil.disk_usage(place).free,
-        memory_free=free_memory(model.device),
+        memory_free=free,
     )
 
 
