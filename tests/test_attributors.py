@@ -24,6 +24,7 @@ from jostle.attributors import (
     gradient_similarity,
     trak,
 )
+from jostle.attributors.gradients import PerExample
 
 
 def classifier() -> nn.Module:
@@ -77,6 +78,22 @@ def test_gradient_similarity_of_sequences() -> None:
         losses.append(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
     rows = gradients_by_hand(model, losses, parameters)
     np.testing.assert_allclose(found, -rows @ rows[:2].T, rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_of_sequences_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another they take many times as long on a GPU; only the first, to compare with, is taken so."""
+    taken = []
+    one_by_one = PerExample._one_by_one
+    monkeypatch.setattr(
+        PerExample,
+        "_one_by_one",
+        lambda self, data, chosen: taken.append(len(chosen)) or one_by_one(self, data, chosen),
+    )
+    model = tiny("llama")
+    generator = np.random.default_rng(0)
+    ragged = [{"input_ids": generator.integers(1, 20, length).tolist()} for length in (5, 9, 7)]
+    jostle.attributors.gradient_similarity(model, ragged, ragged, loss=jostle.losses.next_token())
+    assert taken == [1]
 
 
 def test_the_model_is_left_as_it_was() -> None:

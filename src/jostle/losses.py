@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from jostle.errors import InputError
@@ -39,6 +40,14 @@ class RightPadded(dict[str, Tensor]):
     A causal model never looks at what comes later, so it needs no mask to leave such padding out, and attention without
     a mask takes the fast road.
     """
+
+
+# So that `vmap` looks into such a batch as it does into a plain dictionary.
+pytree.register_pytree_node(
+    RightPadded,
+    lambda batch: (list(batch.values()), list(batch)),
+    lambda values, keys: RightPadded(zip(keys, values, strict=True)),
+)
 
 
 def classification(*, label_smoothing: float = 0.0) -> Loss:

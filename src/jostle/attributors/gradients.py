@@ -27,7 +27,10 @@ from jostle.scores import Scores
 BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""
 
-EXAMPLES_AT_ONCE = 16
+
+def examples_at_once(device: torch.device) -> int:
+    """A GPU is idle between small computations."""
+    return 128 if device.type == "cuda" else 16
 
 
 def gradient_similarity(
@@ -65,7 +68,7 @@ def gradient_similarity(
         }
         gradients = PerExample(in_place, loss)
         row_bytes = moving.total * moving.dtype.itemsize
-        block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - EXAMPLES_AT_ONCE))
+        block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - gradients.at_once))
         values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
         for start in range(0, len(sets["query"]), block):
             columns = range(start, min(start + block, len(sets["query"])))
@@ -104,30 +107,33 @@ class PerExample:
     def __init__(self, model: InPlace, loss: Loss) -> None:
         self._model, self._loss = model, loss
         self._mapped: bool | None = None
+        self.at_once = examples_at_once(model.device)
 
     def __call__(
         self, data: Data, indices: range, unit: bool
     ) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
         """Give blocks of gradients, each of length 1 where asked."""
-        for start in range(indices.start, indices.stop, EXAMPLES_AT_ONCE):
-            chosen = range(start, min(start + EXAMPLES_AT_ONCE, indices.stop))
+        for start in range(indices.start, indices.stop, self.at_once):
+            chosen = range(start, min(start + self.at_once, indices.stop))
             # Products and squares of them would not survive the half precision that a model may compute in.
             rows = self._gradients(data, chosen).to(self._model.moving.dtype)
             yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
 
     @torch.no_grad()
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
-        if self._mapped is not False:
+        if self._mapped is None:  # believed after one look, which also teaches a loss what it tries once for each model
+            first = self._one_by_one(data, chosen[:1])
             try:
-                rows = self._mapped_gradients(data, chosen)
+                found = self._mapped_gradients(data, chosen[:1])
             except Exception:  # any model may hit any limit of vmap; the loop remains
                 self._mapped = False
             else:
-                if self._mapped is None:  # believed after one look
-                    first = self._one_by_one(data, chosen[:1])
-                    self._mapped = bool((rows[:1] - first).norm() <= self._model.tolerance * first.norm())
-                if self._mapped:
-                    return rows
+                self._mapped = bool((found - first).norm() <= self._model.tolerance * first.norm())
+        if self._mapped:
+            try:
+                return self._mapped_gradients(data, chosen)
+            except RuntimeError:  # out of memory, say
+                self._mapped = False
         return self._one_by_one(data, chosen)
 
     def _one_by_one(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.attributors.gradients import BUFFER_BYTES, EXAMPLES_AT_ONCE, PerExample
+from jostle.attributors.gradients import BUFFER_BYTES, PerExample, examples_at_once
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss, at_least_float32
@@ -160,7 +160,7 @@ def _projected(
     """The projected gradients of all examples; as many whole ones as fit the buffer are projected together."""
     gradients = PerExample(model, loss)
     row_bytes = model.moving.total * model.moving.dtype.itemsize
-    at_once = max(1, int(buffer_bytes / row_bytes) // EXAMPLES_AT_ONCE) * EXAMPLES_AT_ONCE
+    at_once = max(1, int(buffer_bytes / row_bytes) // gradients.at_once) * gradients.at_once
     parts = []
     for start in range(0, len(data), at_once):
         rows = range(start, min(start + at_once, len(data)))
@@ -172,8 +172,9 @@ def _projected(
 def _missing_probability(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " example"]:
     """1 − p of each example, the mean over the tokens of a sequence."""
     parts = []
-    for start in range(0, len(data), EXAMPLES_AT_ONCE):
-        batch = data.batch(range(start, min(start + EXAMPLES_AT_ONCE, len(data))))
+    at_once = examples_at_once(model.device)
+    for start in range(0, len(data), at_once):
+        batch = data.batch(range(start, min(start + at_once, len(data))))
         missing = -torch.expm1(-at_least_float32(model.evaluate(loss, model.moving.center[None], batch)[0]))
         parts.append(sample_means(missing, loss, batch))
     return torch.cat(parts).double()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from jostle.data.datasets import Data, map_tensors
-from jostle.losses import Batch, Loss, RightPadded, at_least_float32
+from jostle.losses import Batch, Loss, at_least_float32
 from jostle.models.weights import MovingWeights
 from jostle.ranks import Crew
 
@@ -140,12 +140,9 @@ class SideBySide(FunctionalModel):
         """Return the gradient of each chain's minibatch loss: each sequence's token mean, then the batch's mean."""
         whole = len(indices[0]) == len(data)
         batch = data.whole() if whole else data.batch(np.concatenate(indices))
-        # `vmap` looks into plain dictionaries alone; the loss is to know that padding is on the right.
-        wrap = RightPadded if isinstance(batch, RightPadded) else lambda plain: plain
-        batch = dict(batch) if isinstance(batch, RightPadded) else batch
 
         def mean_loss(flat: Tensor, batch: Batch) -> Tensor:
-            return self.sample_losses(loss, flat, wrap(batch)).mean()
+            return self.sample_losses(loss, flat, batch).mean()
 
         if not whole:
             shape = (len(indices), len(indices[0]))
