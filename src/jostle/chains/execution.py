@@ -29,6 +29,9 @@ WORTH_COMPILING = 240.0
 WORTH_TRYING = 60.0
 """A run on a CPU that would take fewer seconds than this is not tried in other ways than the plain one."""
 
+SHORT = 10.0
+"""A run on a GPU that would take fewer seconds than this runs side by side, so that a clock does not decide on rounding."""
+
 WORTHWHILE_GAIN = 1.1
 """How much quicker than the plain one another way has to be."""
 
@@ -92,7 +95,7 @@ def choose(
     if together is not None:
         one, several = _estimate(alone, config, 1), _estimate(together, config, at_once)
         log.info("about %.0f s one chain after another, %.0f s with %d side by side", one, several, at_once)
-        if several < one:
+        if several < max(one, SHORT):
             return Execution(chains_at_once=at_once)
     if compile is None:
         seconds = _estimate(alone, config, 1) if on_gpu else 0.0
