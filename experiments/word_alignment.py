@@ -286,6 +286,7 @@ def gradient_table(model: nn.Module, weights: str, observed: Observed) -> Table:
 def draw(record: dict[str, Any], path: Path) -> None:
     """Precision at 1 of all methods, and how it grows with the draws."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(13, 5), layout="constrained")
     bars, curves = figure.subplots(1, 2)
@@ -308,6 +309,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
         curves.plot(draws, [points[d]["alignment"][HALVES[1]]["precision_at_1"] for d in draws], "o-", label=setting)
     curves.axhline(record["chance"]["alignment"], color="black", linestyle=":", label="chance")
     curves.set_xscale("log")
+    curves.set_xticks(ticks := [2**power for power in range(5, 15)], [f"{tick:,}" for tick in ticks])
+    curves.xaxis.set_minor_formatter(NullFormatter())
+    curves.set_xlim(*curves.dataLim.intervalx * [0.9, 1.1])
     curves.set(xlabel="draws", ylabel="alignment: precision at 1", ylim=(0, 1))
     curves.legend(fontsize=8)
     figure.savefig(path, dpi=150)

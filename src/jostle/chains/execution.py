@@ -30,7 +30,7 @@ WORTH_TRYING = 60.0
 """A run on a CPU that would take fewer seconds than this is not tried in other ways than the plain one."""
 
 SHORT = 10.0
-"""A run on a GPU that would take fewer seconds than this runs side by side, so that a clock does not decide on rounding."""
+"""A run on a GPU that would take fewer seconds than this runs side by side: no clock is to decide on its rounding."""
 
 WORTHWHILE_GAIN = 1.1
 """How much quicker than the plain one another way has to be."""
