@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import chains, language, small, vision
-from benchmarks.environment import write_record
+from benchmarks.environment import environment, write_record
 
 REGRESSION = 2.0
 """By what factor a ratio may fall below its record: more than machines and their moods differ."""
@@ -102,8 +102,12 @@ def main() -> None:
         else:
             fewer, more = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
             peak = 1e12 * record["matmul_peak_tflops"]
-            table = record["workloads"].setdefault(name, {})
+            table = record["workloads"][name] = {}
             language.bench(name, peak, arguments.ways or language.WAYS, fewer, more, table, save)
+        if "matmul_peak_tflops" in record:  # of each, since another call may add others to the record
+            kept = {"matmul_peak_tflops": record["matmul_peak_tflops"], **environment()}
+            about = {key: kept[key] for key in ("date", "commit", "matmul_peak_tflops")}
+            record["workloads"][name] = {"measured": about, **record["workloads"][name]}
         save()
     measured = record["workloads"].get("small", {})
     if arguments.check and (others := unmatched(measured, before)):
