@@ -143,9 +143,9 @@ def covariance(
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
     shares = np.empty(n)
     for b, columns_b in column_blocks(right, kept, tile[1]):
-        B, _ = _centered(columns_b.to(device), centering)
+        B, _ = around_mean(columns_b.to(device), centering)
         for a, columns_a in column_blocks(left, kept, tile[0]):
-            A, share = _centered(columns_a.to(device), centering)
+            A, share = around_mean(columns_a.to(device), centering)
             shares[a] = share
             tile_values = _moment(A, B, len(kept) * draws - groups, normalize)
             values_out[a, b] = tile_values
@@ -177,7 +177,7 @@ class Standardized:
     def _unit(
         self, values: Float[Tensor, "chain draw column"]
     ) -> tuple[Float[Tensor, "draws column"], Float[Tensor, " column"]]:
-        centered = _centered(values, self._centering)[0].flatten(0, 1).double()
+        centered = around_mean(values, self._centering)[0].flatten(0, 1).double()
         lengths = centered.norm(dim=0)
         return centered / lengths.clamp(min=torch.finfo(torch.float64).tiny), lengths
 
@@ -222,7 +222,7 @@ def _tile_widths(left: Trace, right: Trace, rows: int, *, errors: bool, buffer_b
     return wide_left, wide_right
 
 
-def _centered(values: Float[Tensor, "chain draw column"], centering: Centering) -> tuple[Tensor, np.ndarray]:
+def around_mean(values: Float[Tensor, "chain draw column"], centering: Centering) -> tuple[Tensor, np.ndarray]:
     """Centred values, and for each column the share of its variance that lies between chains."""
     wide = values.double()
     chain_means = wide.mean(1, keepdim=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jostle.cli.shell import Normalize, Out, Query, Reduction, app, examples, say
+from jostle.cli.shell import Kappa, Normalize, Out, Query, Reduction, app, examples, say
 from jostle.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def top(
     k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many of each.")] = 10,
     normalize: Normalize = True,
     reduction: Reduction = "mean",
+    kappa: Kappa = 0.0,
     standard_error: Annotated[bool, typer.Option("--error/--no-error", help="Show Monte Carlo errors.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; scores keep their sign: negative helps.")
@@ -54,6 +55,7 @@ def top(
     scores = opened.influence(
         normalize=normalize,
         reduction=reduction,
+        kappa=kappa,
         standard_error=standard_error,
     )
     ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
@@ -82,6 +84,7 @@ def show(
         int | None, typer.Option(metavar="S", min=0, help="One token of the query, by position. Default: all of it.")
     ] = None,
     k: Annotated[int, typer.Option("-k", metavar="K", min=1, help="How many training texts, where none is named.")] = 3,
+    kappa: Kappa = 0.0,
 ) -> None:
     """Print a query and training texts, tokens coloured by posterior correlation."""
     from rich.console import Console
@@ -100,12 +103,12 @@ def show(
     if token is not None and token not in scored:
         raise InputError("token", got=token, expected=f"a scored position of the query ({scored[0]} to {scored[-1]})")
     _warn(opened)
-    chosen = train or [entry.index for entry in opened.influence(normalize=True).top(query, k).helpful]
+    chosen = train or [entry.index for entry in opened.influence(normalize=True, kappa=kappa).top(query, k).helpful]
     console = Console(highlight=False)
     marked = [token] if token is not None else scored
     print_tokens(console, f"query {query}", queries[query], marked=marked)
     for index in chosen:
-        scores = opened.token_influence(index, query, whole_query=token is None, normalize=True)
+        scores = opened.token_influence(index, query, whole_query=token is None, normalize=True, kappa=kappa)
         column = 0 if token is None else scored.index(token)
         values = scores.posterior_correlation[:, column].tolist()
         correlations = dict(zip(columns["train"].positions_of(index), values, strict=True))
@@ -127,6 +130,7 @@ def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Ending in .npy, .safetensors, .csv or .parquet.")],
     normalize: Normalize = True,
     reduction: Reduction = "mean",
+    kappa: Kappa = 0.0,
 ) -> None:
     """Write the scores, train × query, with the sign that negative helps.
 
@@ -136,7 +140,7 @@ def export(
     from jostle.runs.run import load
 
     opened = load(out)
-    opened.influence(normalize=normalize, reduction=reduction).export(file)
+    opened.influence(normalize=normalize, reduction=reduction, kappa=kappa).export(file)
     _warn(opened)
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
 

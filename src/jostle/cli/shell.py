@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlations, or −covariances.")]
+Kappa = Annotated[
+    float,
+    typer.Option(
+        min=0.0, metavar="K", help="Read at a larger n_beta than was sampled; about 10 predicts retraining best."
+    ),
+]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle.chains.recording import load_sums
+from jostle.conditioning import Conditioning
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
@@ -139,6 +141,7 @@ class Run:
         reduction: Reduction = "mean",
         centering: Centering = "pooled",
         part: Part | None = None,
+        kappa: float = 0.0,
         standard_error: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> Scores:
@@ -158,6 +161,9 @@ class Run:
             centering: around the mean over all chains (``"pooled"``, the paper's) or each chain's own (``"within"``).
             part: of a run with ``antithetic=True``, the ``"odd"`` or ``"even"`` part alone; normalized, it is the
                 correlation of these parts.
+            kappa: read at a larger n_beta than was sampled, n_beta·λmax = kappa·localization beyond it, by holding the
+                training losses (`jostle.conditioning`). 0 reads what was sampled, as in the paper; about 10 predicts
+                retraining better (docs/reading.md), from some hundred draws on.
             standard_error: also estimate the Monte Carlo standard error of every score.
             buffer_bytes: what may be allocated beyond the matrix itself.
         """
@@ -165,11 +171,11 @@ class Run:
             raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
         self._require_chains()
         if self.config["keep"] == "covariance":
-            if standard_error or on is not None or reduction != "mean" or part is not None:
+            if standard_error or on is not None or reduction != "mean" or part is not None or kappa:
                 raise InputError(
                     "run",
                     got="keep='covariance', which keeps nothing but train × query",
-                    expected="a run that kept its traces for errors, observables, sums and parts",
+                    expected="a run that kept its traces for errors, observables, sums, parts and kappa",
                     fix="sample with keep='traces'",
                 )
             sums, _ = load_sums(self.directory / "covariance.safetensors")
@@ -181,14 +187,21 @@ class Run:
                 left,
                 right,
                 part,
+                kappa,
                 centering=centering,
                 normalize=normalize,
                 standard_error=standard_error,
                 buffer_bytes=buffer_bytes,
             )
         # The potential holds a multiple of each sequence's mean loss, so only for means is there a scale.
-        scale = self.manifest["scale"] if reduction == "mean" and not normalize else None
-        about = {"reduction": reduction, "centering": centering, "on": on or "query", "part": part or "all"}
+        scale = self.manifest["scale"] if reduction == "mean" and not normalize and not kappa else None
+        about = {
+            "reduction": reduction,
+            "centering": centering,
+            "on": on or "query",
+            "part": part or "all",
+            "kappa": kappa,
+        }
         return self._scores(estimate, normalize, scale, about)
 
     def token_influence(
@@ -200,13 +213,14 @@ class Run:
         normalize: bool = False,
         centering: Centering = "pooled",
         part: Part | None = None,
+        kappa: float = 0.0,
         standard_error: bool = False,
     ) -> Scores:
         """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
 
         Rows and columns are the *scored* tokens: not the first of a sequence, nor those of a prompt. Where they stand
         is in ``provenance["train_positions"]`` and ``provenance["query_positions"]``. With ``whole_query`` there is
-        one column, the mean loss of the query's tokens. ``part`` is that of `influence`.
+        one column, the mean loss of the query's tokens. ``part`` and ``kappa`` are those of `influence`.
         """
         self._require_chains()
         blocks, positions = [], {}
@@ -224,11 +238,13 @@ class Run:
             blocks[0],
             blocks[1],
             part,
+            kappa,
             centering=centering,
             normalize=normalize,
             standard_error=standard_error,
         )
-        about = {"train": train, "query": query, "centering": centering, "part": part or "all", **positions}
+        about = {"train": train, "query": query, "centering": centering, "part": part or "all", "kappa": kappa}
+        about |= positions
         return self._scores(estimate, normalize, None, about)
 
     def diagnostics(self, *, plot: str | Path | None = None) -> dict[str, Any]:
@@ -289,18 +305,32 @@ class Run:
             return f"chain {names[0]} failed, and chain {names[1]} is left out with it as its mirror image"
         return f"chains {names[0]} failed, and chains {names[1]} are left out with them as their mirror images"
 
-    def _estimate(self, left: Any, right: Any, part: Part | None, **options: Any) -> Estimate:
-        """The covariance of two traces, or of their odd or even parts."""
+    def _estimate(
+        self, left: Any, right: Any, part: Part | None, kappa: float, *, centering: Centering, **options: Any
+    ) -> Estimate:
+        """The covariance of two traces, or of their odd or even parts, or with the training losses held."""
         chains = self.healthy_chains
+        if kappa:
+            if part is not None or options["standard_error"]:
+                raise InputError(
+                    "kappa",
+                    got="standard errors" if part is None else "part",
+                    expected="the scores alone",
+                    fix="ask without kappa, or compare the scores of two runs with different seeds",
+                )
+            conditioning = Conditioning(self._sequence_losses("train", "mean"), chains, kappa, centering)
+            estimate = covariance(conditioning(left), conditioning(right), **options)
+            return replace(estimate, between_chain_share=conditioning.between_chain_share)
         if part is None:
-            return covariance(left, right, chains=chains, mirrored=self.antithetic, **options)
+            return covariance(left, right, chains=chains, centering=centering, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
             raise InputError("part", got=repr(part), expected="'odd' or 'even'")
         if not self.antithetic:
             raise InputError(
                 "part", got=f"{part!r} of chains that are not mirrored", expected="a run with antithetic=True"
             )
-        return covariance(*(MirroredPairs(trace, chains, part) for trace in (left, right)), **options)
+        parts = (MirroredPairs(trace, chains, part) for trace in (left, right))
+        return covariance(*parts, centering=centering, **options)
 
     def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
         if name not in self.traces.sets:

@@ -1,0 +1,125 @@
+"""Reading at a larger n_beta: against exact conditioning of Gaussians, and against the formula with all its matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import jostle
+from jostle.conditioning import MOST_HELD, Conditioning
+from jostle.estimate import covariance
+
+
+class Weights(nn.Module):
+    """Nothing but weights: losses are linear in them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(count))
+
+
+def linear_loss(model: Any, batch: Any) -> torch.Tensor:
+    """ℓᵢ = 3 + gᵢᵀw."""
+    return 3 + batch @ model.values
+
+
+def sampled(train: torch.Tensor, query: torch.Tensor, localization: float, draws: int, out: Path | None) -> jostle.Run:
+    return jostle.attribute(
+        Weights(train.shape[1]), train, query, loss=linear_loss, sampler=jostle.Gaussian(), burn_in=1, thin=1, chains=4, draws=draws,
+        posterior=jostle.Posterior(n_beta=0.0, localization=localization), progress=False, out=out,
+    )  # fmt: skip
+
+
+def test_linear_losses_are_conditioned_as_gaussians_are(tmp_path: Path) -> None:
+    """Cov_κ(ℓᵢ, φⱼ) = gᵢᵀ(γI + Σ gg ᵀ/λ)⁻¹gⱼ, within the error of 8,000 independent draws."""
+    generator = torch.Generator().manual_seed(0)
+    train, query = (torch.randn(count, 5, generator=generator) for count in (12, 6))
+    run = sampled(train, query, 2.0, 2_000, tmp_path / "run")
+    for kappa in (1.0, 10.0, 100.0):
+        scores = run.influence(kappa=kappa)
+        g, h = train.double().numpy(), query.double().numpy()
+        held = np.linalg.eigvalsh(g @ g.T / 2.0)[-1] / kappa
+        truth = g @ np.linalg.inv(2.0 * np.eye(5) + g.T @ g / held) @ h.T
+        spread = np.sqrt(
+            np.outer(*(np.diag(x @ np.linalg.inv(2.0 * np.eye(5) + g.T @ g / held) @ x.T) for x in (g, h)))
+        )
+        # Each score is a mean of 8,000 products; the map, estimated too, adds a little.
+        assert np.abs(-scores.values - truth).max() < 5 * np.sqrt(2 / 8_000) * spread.max()
+        assert np.corrcoef(-scores.values.ravel(), truth.ravel())[0, 1] > 0.999
+        assert scores.scale is None
+        assert scores.provenance["kappa"] == kappa
+
+
+def by_the_formula(Z: np.ndarray, A: np.ndarray, B: np.ndarray, kappa: float) -> np.ndarray:
+    """Cov(a, b) − Cov(a, ℓ)(K + λI)⁻¹Cov(ℓ, b), from centred draws."""
+    count = len(Z) - 1
+    K = Z.T @ Z / count
+    held = np.linalg.eigvalsh(K)[-1] / kappa
+    return A.T @ B / count - A.T @ Z / count @ np.linalg.solve(K + held * np.eye(len(K)), Z.T @ B / count)
+
+
+@pytest.mark.parametrize("centering", ["pooled", "within"])
+@pytest.mark.parametrize("examples", [4, 60])  # fewer and more than draws
+def test_the_map_of_the_draws_is_the_formula(centering: Any, examples: int) -> None:
+    generator = np.random.default_rng(0)
+    train, query = (generator.normal(size=(3, 8, count)) + generator.normal(size=(3, 1, 1)) for count in (examples, 5))
+    chains = np.array([0, 2])
+    conditioning = Conditioning(train, chains, 7.0, centering)
+    found = covariance(conditioning(train), conditioning(query)).values
+    flat = []
+    for trace in (train, query):
+        kept = trace[chains]
+        flat.append((kept - kept.mean((0, 1) if centering == "pooled" else 1, keepdims=True)).reshape(16, -1))
+    np.testing.assert_allclose(found, by_the_formula(flat[0], flat[0], flat[1], 7.0), rtol=1e-9, atol=1e-12)
+
+
+def test_small_kappa_is_what_was_sampled_and_large_kappa_holds_the_training_losses(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    train, query = (torch.randn(count, 5, generator=generator) for count in (3, 6))
+    run = sampled(train, query, 2.0, 50, tmp_path / "run")
+    plain = run.influence()
+    np.testing.assert_allclose(run.influence(kappa=1e-9).values, plain.values, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(run.influence(kappa=0.0).values, plain.values)
+    # What the three training losses say is settled, and they move with nothing any more; but not the other directions.
+    assert np.abs(run.influence(kappa=1e6).values).max() < 1e-4 * np.abs(plain.values).max()
+    normalized = run.influence(kappa=10.0, normalize=True)
+    assert np.abs(normalized.values).max() <= 1
+    assert normalized.provenance["between_chain_share"] == pytest.approx(plain.provenance["between_chain_share"])
+
+
+def test_token_blocks_still_add_up_to_the_sequence(tmp_path: Path) -> None:
+    """The map is linear in the draws, so the mean of a token block is the score of the sequences."""
+    from architectures import tiny
+
+    generator = np.random.default_rng(0)
+    sequences = [{"input_ids": generator.integers(1, 20, length).tolist()} for length in (5, 9, 7)]
+    run = jostle.attribute(
+        tiny("llama"), sequences, sequences[:2], loss=jostle.losses.next_token(), sampler=jostle.Gaussian(), burn_in=1, thin=1, chains=2,
+        draws=30, posterior=jostle.Posterior(n_beta=0.0, localization=100.0), progress=False, out=tmp_path / "run",
+    )  # fmt: skip
+    whole = run.influence(kappa=10.0).values
+    for train in range(3):
+        for query in range(2):
+            block = run.token_influence(train, query, kappa=10.0).values
+            assert block.mean() == pytest.approx(whole[train, query], rel=1e-3, abs=1e-7)
+    assert not np.allclose(whole, run.influence().values, rtol=0.1)
+
+
+def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
+    train, query = torch.randn(4, 3), torch.randn(2, 3)
+    run = sampled(train, query, 2.0, 10, tmp_path / "run")
+    with pytest.raises(jostle.InputError, match="kappa: got standard errors"):
+        run.influence(kappa=10.0, standard_error=True)
+    for kappa in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(jostle.InputError, match="a positive number"):
+            run.influence(kappa=kappa)
+    still = np.ones((2, 5, 3))
+    with pytest.raises(jostle.InputError, match="never moved"):
+        Conditioning(still, np.arange(2), 10.0)
+    with pytest.raises(jostle.InputError, match="at most 4,096"):
+        Conditioning(np.empty((1, MOST_HELD + 1, MOST_HELD + 1), np.float16), np.arange(1), 10.0)
