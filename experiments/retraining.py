@@ -37,6 +37,9 @@ DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 DEFAULT_RULE = "leimkuhler-matthews"
 CALIBRATED = ("n_beta", "localization", "step_size", "burn_in", "thin")
+READ_AT = 10.0
+"""The κ at which runs are read besides (`jostle.conditioning`); fixed in `experiments.reading`, on other models."""
+
 BOOTSTRAP = 100
 METHODS = ("gradients", "trak", "ekfac", "bif")
 RECORDS = Path(__file__).parent / "records"
@@ -192,12 +195,13 @@ class Setting:
         return run, about | {"seconds": about["seconds"] + seconds, **{key: options.get(key) for key in CALIBRATED}}
 
     def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
-        """One run; covariance is the paper's B, correlation its A."""
+        """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
         run, about = self.sample(name, settings, work, budget)
         return {
-            f"BIF {name}, {kind}": replace(scores, provenance={**scores.provenance, **about})
+            f"BIF {name}, {kind}{at}": replace(scores, provenance={**scores.provenance, **about})
+            for kappa, at in ((0.0, ""), (READ_AT, f", read at κ = {READ_AT:g}"))
             for kind in ("covariance", "correlation")
-            for scores in [run.influence(normalize=kind == "correlation")]
+            for scores in [run.influence(normalize=kind == "correlation", kappa=kappa)]
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import jostle
+from jostle.cli import app
 from jostle.conditioning import MOST_HELD, Conditioning
 from jostle.estimate import covariance
+from jostle.evaluate import Bank, lds, random_subsets
 
 
 class Weights(nn.Module):
@@ -108,6 +112,29 @@ def test_token_blocks_still_add_up_to_the_sequence(tmp_path: Path) -> None:
             block = run.token_influence(train, query, kappa=10.0).values
             assert block.mean() == pytest.approx(whole[train, query], rel=1e-3, abs=1e-7)
     assert not np.allclose(whole, run.influence().values, rtol=0.1)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    """The same scores by top, export and evaluate."""
+    generator = torch.Generator().manual_seed(0)
+    train, query = (torch.randn(count, 5, generator=generator) for count in (8, 3))
+    run = sampled(train, query, 2.0, 50, tmp_path / "run")
+    scores = run.influence(kappa=10.0, normalize=True)
+    shown = CliRunner().invoke(app, ["top", str(run.directory), "-q", "1", "-k", "3", "--kappa", "10", "--json"])
+    listed = json.loads(shown.stdout.strip().splitlines()[-1])["helpful"]
+    assert [one["index"] for one in listed] == [one.index for one in scores.top(1, 3).helpful]
+    assert listed[0]["score"] == pytest.approx(scores.values[:, 1].min(), rel=1e-5)
+    CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / "a.npy"), "--kappa", "10"])
+    np.testing.assert_allclose(np.load(tmp_path / "a.npy"), scores.values, rtol=1e-6)
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(8, 6), queries=3, fingerprints=run.manifest["fingerprints"], dtype="float32"
+    )
+    for subset in range(6):
+        bank.store(subset, 0, {"loss": np.random.default_rng(subset).normal(size=3).astype(np.float32)})
+    table = CliRunner().invoke(app, ["evaluate", str(tmp_path / "bank"), str(run.directory), "--kappa", "10", "--json"])
+    rows = {row["method"]: row for row in json.loads(table.stdout)["methods"]}
+    found = rows["BIF correlation, κ = 10"]["per_query"]
+    assert found["value"] == pytest.approx(lds(bank, scores).value)
 
 
 def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:

@@ -49,11 +49,14 @@ def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> N
     assert kept["failures"] == {"all": {}}
     assert list(methods) == [
         "random", "query difficulty", "subset size", "GradSim", "gradient cosine", "TRAK", "BIF small, covariance",
-        "BIF small, correlation",
+        "BIF small, correlation", "BIF small, covariance, read at κ = 10", "BIF small, correlation, read at κ = 10",
     ]  # fmt: skip
-    found = jostle.load(tmp_path / "work" / "all" / "runs" / "small").influence()
-    assert methods["BIF small, covariance"]["per_query"] == pytest.approx(lds(bank, found).value)
+    opened = jostle.load(tmp_path / "work" / "all" / "runs" / "small")
+    assert methods["BIF small, covariance"]["per_query"] == pytest.approx(lds(bank, opened.influence()).value)
     assert methods["BIF small, covariance"]["per_query"] > 0.6
+    held = methods["BIF small, covariance, read at κ = 10"]["per_query"]
+    assert held == pytest.approx(lds(bank, opened.influence(kappa=10.0)).value)
+    assert held > 0.6
     assert methods["GradSim"]["seconds"] > 0
     # Called again, there is nothing left to do: neither time nor the work directory is needed.
     again = Record(tmp_path / "record.json", {"what": "a test"})

@@ -14,6 +14,7 @@ from jostle.cli.shell import app, examples
     epilog=examples(
         ("jostle evaluate banks/a runs/a", "a run beside the controls"),
         ("jostle evaluate banks/a runs/a EK-FAC=a.safetensors", "and saved scores"),
+        ("jostle evaluate banks/a runs/a --kappa 10", "also with the training losses held"),
         ("jostle evaluate banks/a runs/a --figure lds.png", "with a picture"),
         ("jostle evaluate banks/removed", "removals, brittleness"),
     )
@@ -30,6 +31,9 @@ def evaluate(
     mislabelled: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Which labels are wrong (.npy of booleans): adds an AUROC.")
     ] = None,
+    kappa: Annotated[
+        float, typer.Option(min=0.0, metavar="K", help="Also read runs at a larger n_beta than was sampled; say 10.")
+    ] = 0.0,
     controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Scores that know nothing.")] = True,
     bootstrap: Annotated[int, typer.Option(metavar="N", min=2, help="How many times all is resampled.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -54,7 +58,7 @@ def evaluate(
         plots.check(figure)
     opened = Bank(bank)
     wrong = None if mislabelled is None else read_array(mislabelled)
-    read, seconds, detections, texts = read_scores(scores or [], wrong)
+    read, seconds, detections, texts = read_scores(scores or [], wrong, kappa)
     report = compare(
         opened, read, texts=texts, controls=controls, seconds=seconds, mislabels=detections, bootstrap=bootstrap
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,11 +180,11 @@ def compare(
 
 
 def read_scores(
-    sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None
+    sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None, kappa: float = 0.0
 ) -> tuple[dict[str, Scores], dict[str, float], dict[str, Detection], tuple[list[Any], list[Any]] | None]:
     """Read runs and files of scores, each ``[NAME=]PATH``: scores, seconds, detections, and texts where a run has any.
 
-    A run gives two rows, covariance and correlation.
+    A run gives two rows, covariance and correlation, and two more where it is to be read at a ``kappa`` as well.
     """
     scores: dict[str, Scores] = {}
     seconds: dict[str, float] = {}
@@ -205,9 +206,10 @@ def read_scores(
         if path.is_dir():
             run = load(path)
             name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
-            for kind in ("covariance", "correlation"):
-                influence = run.influence(normalize=kind == "correlation")
-                add(f"{name} {kind}", influence, sum(run.manifest["seconds"].values()))
+            for held, kind in itertools.product((0.0, kappa) if kappa else (0.0,), ("covariance", "correlation")):
+                influence = run.influence(normalize=kind == "correlation", kappa=held)
+                at = f", κ = {held:g}" if held else ""
+                add(f"{name} {kind}{at}", influence, sum(run.manifest["seconds"].values()))
             texts = texts or _tokens(run)
             if mislabelled is not None:
                 detections[f"{name} covariance"] = mislabel_detection(self_influence(run), mislabelled)

@@ -1,0 +1,221 @@
+"""What is gained by reading influence at a larger n_beta than was sampled?
+
+    python -m experiments.reading --work work [--only mlp,cnn] [--minutes 20] [--figure FILE]
+
+The draws are independent Gaussian perturbations, without any gradient, at two rises of the mean loss. They are read as
+they are and with the training losses held, at several κ (`jostle.conditioning`), and the scores judged by the LDS of a
+bank of retrainings: on the models of `experiments.resolution`, on which the idea was tried out, and on models it was
+not tried on, those of `experiments.calibration` and the ridge regression of `experiments.samplers`. Beside them:
+gradients, EK-FAC at kronfluence's own damping, and chains that were sampled at κ = 10, as `jostle.calibrate` has it,
+for which a gradient is taken at every step. Called again it goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+import jostle
+from experiments import calibration, resolution, samplers
+from experiments.resolution import Problem, Trainer, halves, lds_over_queries
+from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
+from jostle.attributors import ekfac, gradient_similarity
+from jostle.data.datasets import Data
+from jostle.evaluate import Bank
+from jostle.losses import Loss
+
+KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
+RISES = (0.3, 0.03)
+CHAINS, DRAWS, SEEDS = 4, 100, 3
+SAMPLED = "sampled at κ = 10"
+
+
+class Case(NamedTuple):
+    """A model, what its influence is asked for, and the bank that judges it."""
+
+    model: nn.Module
+    train: Any
+    query: Any
+    loss: Loss
+    bank: Bank
+    batch_size: int
+
+
+def trained(problem: Problem) -> Callable[[Path, Record, Budget], Case]:
+    def make(work: Path, record: Record, budget: Budget) -> Case:
+        trainer = Trainer(problem)
+        bank = trainer.bank(work / "bank", halves(len(Data(problem.train, "train"))))
+        return Case(trainer.model(), problem.train, problem.query, problem.loss, bank, problem.sampling_batch_size)
+
+    return make
+
+
+def ridge(work: Path, record: Record, budget: Budget) -> Case:
+    setting = samplers.linear(work, record, budget)
+    return Case(setting.model, setting.train, setting.query, setting.loss, setting.banks["0.5"], 100)
+
+
+TRIED = {name: lambda make=make: trained(make()) for name, make in resolution.PROBLEMS.items()}
+UNSEEN = {
+    "ridge regression": lambda: ridge,
+    **{f"{name} (unseen)": lambda make=make: trained(make()) for name, make in calibration.PROBLEMS.items()},
+}
+CASES: dict[str, Callable[[], Callable[[Path, Record, Budget], Case]]] = {**TRIED, **UNSEEN}
+
+
+def baselines(case: Case) -> Iterator[tuple[str, Callable[[], jostle.Scores]]]:
+    given = (case.model, case.train, case.query)
+    for cosine in (False, True):
+        name = "gradient cosine" if cosine else "gradient similarity"
+        yield name, lambda cosine=cosine: gradient_similarity(*given, loss=case.loss, cosine=cosine)
+    yield "EK-FAC", lambda: ekfac(*given, loss=case.loss)
+
+
+def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
+    """The LDS of one run at every κ."""
+    return {
+        kind: {f"{kappa:g}": lds_over_queries(bank, run.influence(kappa=kappa, normalize=kind == "correlation"))
+               for kappa in KAPPAS}
+        for kind in ("covariance", "correlation")
+    }  # fmt: skip
+
+
+def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int = DRAWS, seeds: int = SEEDS) -> None:
+    """Whatever the record lacks of one model."""
+    kept = record.content["measured"].setdefault(name, {"baselines": {}, "runs": {}})
+    budget.check()
+    case = CASES[name]()(work / name.replace(" ", "_"), record, budget)
+    kept |= {"weights": sum(value.numel() for value in case.model.parameters()), "train": case.bank.about["train"],
+             "queries": case.bank.about["queries"], "bank": case.bank.summary()["text"]}  # fmt: skip
+    for method, scores in baselines(case):
+        if method not in kept["baselines"]:
+            try:
+                kept["baselines"][method] = lds_over_queries(case.bank, scores())
+            except jostle.InputError as error:  # a loss or a layer that a method does not know
+                kept["baselines"][method] = {"fault": str(error)}
+            record.write()
+    cells = [(f"rise {rise:g}", {"rise": rise, "kappa": 0.0}, seed) for seed in range(seeds) for rise in RISES]
+    for label, settings, seed in [*cells, (SAMPLED, {}, 0)]:
+        key = f"{label}, seed {seed}"
+        if key in kept["runs"]:
+            continue
+        budget.check()
+        started = time.process_time()
+        chosen = jostle.calibrate(
+            case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, **settings
+        )
+        run = jostle.attribute(
+            case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=draws, seed=seed, progress=False,
+            **chosen.settings,
+        )  # fmt: skip
+        kept["runs"][key] = {
+            "setting": label, "localization": chosen.posterior.localization, "n_beta": chosen.posterior.n_beta,
+            "cpu_seconds": round(time.process_time() - started, 1), "lds": read(run, case.bank),
+        }  # fmt: skip
+        found = kept["runs"][key]["lds"]["covariance"]
+        shown = "  ".join(f"{kappa} {one['lds']:.3f}" for kappa, one in found.items())
+        print(f"{name}, {key}: covariance at κ {shown}", flush=True)
+        record.write()
+
+
+def mean_over_seeds(kept: Mapping[str, Any], setting: str, kind: str) -> dict[float, tuple[float, float]]:
+    """κ → mean LDS and its standard error over seeds of the sampler; 0 where there is one."""
+    runs = [run["lds"][kind] for run in kept["runs"].values() if run["setting"] == setting]
+    out = {}
+    for kappa in KAPPAS if runs else ():
+        values = [run[f"{kappa:g}"]["lds"] for run in runs]
+        out[kappa] = (
+            float(np.mean(values)),
+            float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0,
+        )
+    return out
+
+
+def markdown(measured: Mapping[str, Any], kind: str) -> str:
+    """A line for each model."""
+    lines = [
+        f"| {kind} | gradients | EK-FAC | {SAMPLED} | " + " | ".join(f"κ = {kappa:g}" for kappa in KAPPAS) + " |",
+        "| " + " | ".join(["---"] * (4 + len(KAPPAS))) + " |",
+    ]
+    similar = "gradient cosine" if kind == "correlation" else "gradient similarity"
+    for name, kept in measured.items():
+        plain = [kept["baselines"].get(method, {}).get("lds") for method in (similar, "EK-FAC")]
+        plain.append(mean_over_seeds(kept, SAMPLED, kind).get(0.0, (None,))[0])
+        first = [f"{value:.3f}" if value is not None else "" for value in plain]
+        for rise in RISES:
+            found = mean_over_seeds(kept, f"rise {rise:g}", kind)
+            cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in found.values()]
+            lines.append(f"| {name}, {rise:g} nats | {' | '.join(first)} | {' | '.join(cells)} |")
+            first = ["", "", ""]
+    return "\n".join(lines)
+
+
+def draw(measured: Mapping[str, Any], path: Path) -> None:
+    """LDS against the κ at which the same draws are read, a panel for each model."""
+    from matplotlib.figure import Figure
+
+    columns = math.ceil(len(measured) / 2)
+    figure = Figure(figsize=(3.1 * columns, 6.4), layout="constrained")
+    panels = figure.subplots(2, columns, squeeze=False).ravel()
+    places = [0.3, *KAPPAS[1:]]
+    for axes, (name, kept) in zip(panels, measured.items(), strict=False):
+        for rise, colour in zip(RISES, ("#0072B2", "#E69F00"), strict=True):
+            found = mean_over_seeds(kept, f"rise {rise:g}", "covariance")
+            if found:
+                axes.errorbar(
+                    places, [mean for mean, _ in found.values()], [error for _, error in found.values()], marker="o",
+                    markersize=4, color=colour, label=f"no gradient, {rise:g} nats", capsize=2,
+                )  # fmt: skip
+        sampled = mean_over_seeds(kept, SAMPLED, "covariance")
+        if sampled:
+            axes.plot(places[0], sampled[0.0][0], marker="*", markersize=11, color="black", linestyle="", label=SAMPLED)
+        for method, style in (("gradient similarity", ":"), ("EK-FAC", "--")):
+            if "lds" in kept["baselines"].get(method, {}):
+                axes.axhline(kept["baselines"][method]["lds"], color="0.4", linestyle=style, label=method)
+        axes.set_xscale("log")
+        axes.set_xticks(places, ["0", *(f"{kappa:g}" for kappa in KAPPAS[1:])])
+        axes.minorticks_off()
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3)
+    for axes in panels[len(measured) :]:
+        axes.set_visible(False)
+    figure.supxlabel("κ at which the draws are read (0: as they were sampled)", fontsize=10)
+    figure.supylabel("LDS of covariances", fontsize=10)
+    labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="LDS of the same draws, read at several n_beta.")
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--work", type=Path, required=True, help="banks of retrainings")
+    parser.add_argument("--record", type=Path, default=RECORDS / "reading.json")
+    parser.add_argument("--figure", type=Path, help="draw what the record has")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record, budget = Record(arguments.record, {"chains": CHAINS, "draws": DRAWS}), Budget(arguments.minutes)
+    try:
+        for name in filter(None, arguments.only.split(",")):
+            measure(name, arguments.work, record, budget)
+    except OutOfTimeError:
+        print("out of time; the same command goes on", flush=True)
+    measured = {name: record.content["measured"][name] for name in CASES if name in record.content["measured"]}
+    for kind in ("covariance", "correlation"):
+        print(f"\n{markdown(measured, kind)}", flush=True)
+    if arguments.figure:
+        draw(measured, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
