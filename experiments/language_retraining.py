@@ -51,10 +51,10 @@ RECIPES = {
 WEIGHTS = "attention+mlp"
 
 PAPER = {"n_beta": 800.0, "localization": 5e4, "step_size": 2e-6, "chains": 4, "draws": 300, "burn_in": 150}
-BLIND = {"n_beta": 0.0, "sampler": "gaussian", "step_size": None, "burn_in": 1, "thin": 1, "chains": 4, "draws": 75,
+BLIND = {"n_beta": 0.0, "sampler": "gaussian", "step_size": None, "burn_in": 1, "thin": 1, "chains": 4, "draws": 500,
          "batch_size": 32}  # fmt: skip
 BIF: dict[str, dict[str, Any]] = {
-    "calibrated": {"chains": 4, "draws": 75, "batch_size": 32},
+    "calibrated": {"chains": 4, "draws": 250, "batch_size": 32},
     "calibrated, no gradient": BLIND,
     "as in the paper": {**PAPER, "thin": 1, "batch_size": 128},
     "paper, no gradient": {**BLIND, "localization": 5e4},
