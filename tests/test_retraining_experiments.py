@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import calibration, cifar10_retraining, language_retraining, samplers
+from experiments import calibration, cifar10_retraining, language_retraining, reading, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
 
@@ -155,3 +155,23 @@ def test_calibration_is_judged_beside_the_best_cell_on_a_fresh_bank(tmp_path: Pa
     assert 0 < found["share_of_the_sweep"] < found["share_with_its_run"]
     calibration.draw(record.content["measured"], tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").stat().st_size > 10_000
+
+
+def test_the_same_draws_are_read_at_several_kappas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CASES", {"ridge": lambda: reading.ridge})
+    monkeypatch.setattr(reading, "RISES", (0.03,))
+    record = Record(tmp_path / "record.json", {})
+    reading.measure("ridge", tmp_path, record, Budget(10), draws=25, seeds=2)
+    kept = json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"]
+    assert list(kept["runs"]) == ["rise 0.03, seed 0", "rise 0.03, seed 1", "sampled at κ = 10, seed 0"]
+    assert all(run["n_beta"] == 0 for name, run in kept["runs"].items() if name.startswith("rise"))
+    found = reading.mean_over_seeds(kept, "rise 0.03", "covariance")
+    each = [kept["runs"][f"rise 0.03, seed {seed}"]["lds"]["covariance"]["10"]["lds"] for seed in (0, 1)]
+    assert found[10.0] == pytest.approx((np.mean(each), abs(each[0] - each[1]) / 2))
+    # Close to w* the losses are nearly linear, and holding them makes up for the missing curvature.
+    assert found[10.0][0] > found[0.0][0] + 0.03
+    reading.measure("ridge", tmp_path, record, Budget(10), draws=25, seeds=2)
+    assert json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"] == kept
+    assert "| ridge, 0.03 nats |" in reading.markdown({"ridge": kept}, "covariance")
+    reading.draw({"ridge": kept}, tmp_path / "reading.png")
+    assert (tmp_path / "reading.png").stat().st_size > 10_000
