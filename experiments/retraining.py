@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -38,7 +39,9 @@ DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 DEFAULT_RULE = "leimkuhler-matthews"
 CALIBRATED = ("n_beta", "localization", "step_size", "burn_in", "thin")
 READ_AT = 10.0
-"""The κ at which runs are read besides (`jostle.conditioning`); fixed in `experiments.reading`, on other models."""
+"""The κ at which runs are read besides (`jostle.conditioning`); fixed in `experiments.reading`, on other models and for
+draws without a gradient."""
+READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "trak", "ekfac", "bif")
@@ -197,12 +200,13 @@ class Setting:
     def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
         """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
         run, about = self.sample(name, settings, work, budget)
-        return {
-            f"BIF {name}, {kind}{at}": replace(scores, provenance={**scores.provenance, **about})
-            for kappa, at in ((0.0, ""), (READ_AT, f", read at κ = {READ_AT:g}"))
-            for kind in ("covariance", "correlation")
-            for scores in [run.influence(normalize=kind == "correlation", kappa=kappa)]
-        }
+        read = {}
+        for kappa, kind in itertools.product((0.0, READ_AT), ("covariance", "correlation")):
+            scores = run.influence(normalize=kind == "correlation", kappa=kappa)
+            read[f"BIF {name}, {kind}{READ if kappa else ''}"] = replace(
+                scores, provenance={**scores.provenance, **about}
+            )
+        return read
 
 
 def sample(
@@ -273,7 +277,7 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     jobs = {
         name: job
         for name, job in setting.jobs(work, budget).items()
-        if not all({name, f"{name}, covariance"} & measured[bank]["methods"].keys() for bank in setting.banks)
+        if not all({name, f"{name}, covariance{READ}"} & measured[bank]["methods"].keys() for bank in setting.banks)
     }
     for _, scores, seconds in finished(jobs, setting.name, record, budget):
         about = {

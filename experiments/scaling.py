@@ -311,7 +311,7 @@ def ekfac_result(
     }
 
 
-def expected_seconds(name: str, method: str, rows: Mapping[str, Any]) -> float:
+def expected_seconds(name: str, method: str, rows: Mapping[str, Any]) -> tuple[float, float]:
     """About how long it takes on an H200, corrected by how long the last shape took."""
     shape = SHAPES[name]
     weights = 12 * shape.layers * shape.width**2
@@ -328,8 +328,8 @@ def expected_seconds(name: str, method: str, rows: Mapping[str, Any]) -> float:
         written = 3 * 2 * 104 * blocks * shape.width**2  # two sets of factors, bfloat16
         guess = 30 + 6e-9 * weights + blocks * eigenvectors + (passes + rotations) / 3e14 + written / 5e8
     done = [row[method] for row in rows.values() if method in row and "failed" not in row[method]]
-    paces = [found["wall_seconds"] / found["expected_seconds"] for found in done]
-    return guess * max(0.5, paces[-1] if paces else 1.0)
+    paces = [found["wall_seconds"] / found["guessed_seconds"] for found in done]
+    return guess, guess * max(0.5, paces[-1] if paces else 1.0)
 
 
 def worth_compiling(shape: Shape) -> bool:
@@ -350,7 +350,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any], train: Rows, 
         for method in arguments.methods:
             if method in row and not (arguments.again and "failed" in row[method]):
                 continue
-            expected = expected_seconds(name, method, rows)
+            guess, expected = expected_seconds(name, method, rows)
             if budget and budget.seconds_left < expected:
                 left = max(0.0, budget.seconds_left)
                 print(f"{name} {method}: about {expected:.0f} s, {left:.0f} s left; for the next call", flush=True)
@@ -375,7 +375,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any], train: Rows, 
                 # `ekfac` analyses a copy, which kronfluence would not need.
                 copied = sum(value.nbytes for value in model.parameters()) if method == "EK-FAC" else 0
                 result["peak_memory_gb"] = (torch.cuda.max_memory_allocated() - copied) / 1e9
-            result |= {"wall_seconds": time.perf_counter() - started, "expected_seconds": expected}
+            result |= {"wall_seconds": time.perf_counter() - started, "guessed_seconds": guess}
             row[method], rows[name], any_new = result, row, True
             write_record(arguments.record, record)
             print(name, method, json.dumps(result, default=float), flush=True)

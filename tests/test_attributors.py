@@ -96,6 +96,32 @@ def test_gradients_of_sequences_are_taken_together(monkeypatch: pytest.MonkeyPat
     assert taken == [1]
 
 
+def test_padding_that_a_model_looks_at_is_noticed() -> None:
+    """Examples taken together are padded; of a model that averages over padding, that changes their gradients."""
+
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.linear(rows).tanh().mean(1)
+
+    torch.manual_seed(0)
+    model = Averaging()
+    samples = [(torch.randn(length, 3), torch.tensor(length % 2)) for length in (2, 7, 4, 5)]
+
+    def collate(some: list[Any]) -> Any:
+        rows = nn.utils.rnn.pad_sequence([row for row, _ in some], batch_first=True)
+        return rows, torch.stack([label for _, label in some])
+
+    found = gradient_similarity(model, samples, samples, collate=collate).values
+    parameters = [*model.parameters()]
+    losses = [nn.functional.cross_entropy(model(row[None]), label[None]) for row, label in samples]
+    rows = gradients_by_hand(model, losses, parameters)
+    np.testing.assert_allclose(found, -rows @ rows.T, rtol=1e-4, atol=1e-6)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = classifier().train()
     before = copy.deepcopy(model.state_dict())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle.cli import app
-from jostle.conditioning import MOST_HELD, Conditioning
+from jostle.conditioning import MOST_MOVES, Conditioned, Moves
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
 
@@ -73,8 +73,8 @@ def test_the_map_of_the_draws_is_the_formula(centering: Any, examples: int) -> N
     generator = np.random.default_rng(0)
     train, query = (generator.normal(size=(3, 8, count)) + generator.normal(size=(3, 1, 1)) for count in (examples, 5))
     chains = np.array([0, 2])
-    conditioning = Conditioning(train, chains, 7.0, centering)
-    found = covariance(conditioning(train), conditioning(query)).values
+    moves = Moves(train, chains, centering)
+    found = covariance(Conditioned(train, moves, 7.0), Conditioned(query, moves, 7.0)).values
     flat = []
     for trace in (train, query):
         kept = trace[chains]
@@ -87,7 +87,11 @@ def test_small_kappa_is_what_was_sampled_and_large_kappa_holds_the_training_loss
     train, query = (torch.randn(count, 5, generator=generator) for count in (3, 6))
     run = sampled(train, query, 2.0, 50, tmp_path / "run")
     plain = run.influence()
-    np.testing.assert_allclose(run.influence(kappa=1e-9).values, plain.values, rtol=1e-4, atol=1e-5)
+    for centering in ("pooled", "within"):
+        expected = run.influence(centering=centering).values
+        np.testing.assert_allclose(
+            run.influence(kappa=1e-9, centering=centering).values, expected, rtol=1e-4, atol=1e-5
+        )
     np.testing.assert_array_equal(run.influence(kappa=0.0).values, plain.values)
     # What the three training losses say is settled, and they move with nothing any more; but not the other directions.
     assert np.abs(run.influence(kappa=1e6).values).max() < 1e-4 * np.abs(plain.values).max()
@@ -122,6 +126,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     scores = run.influence(kappa=10.0, normalize=True)
     shown = CliRunner().invoke(app, ["top", str(run.directory), "-q", "1", "-k", "3", "--kappa", "10", "--json"])
     listed = json.loads(shown.stdout.strip().splitlines()[-1])["helpful"]
+    assert json.loads(shown.stdout.strip().splitlines()[-1])["kappa"] == 10
     assert [one["index"] for one in listed] == [one.index for one in scores.top(1, 3).helpful]
     assert listed[0]["score"] == pytest.approx(scores.values[:, 1].min(), rel=1e-5)
     CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / "a.npy"), "--kappa", "10"])
@@ -142,11 +147,15 @@ def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
     run = sampled(train, query, 2.0, 10, tmp_path / "run")
     with pytest.raises(jostle.InputError, match="kappa: got standard errors"):
         run.influence(kappa=10.0, standard_error=True)
-    for kappa in (-1.0, float("nan"), float("inf")):
+    wrong: Any
+    for wrong in (-1.0, float("nan"), float("inf"), "10", True):
         with pytest.raises(jostle.InputError, match="a positive number"):
-            run.influence(kappa=kappa)
+            run.influence(kappa=wrong)
+    wrong = "wihtin"
+    with pytest.raises(jostle.InputError, match="'pooled' or 'within'"):
+        run.influence(kappa=10.0, centering=wrong)
     still = np.ones((2, 5, 3))
     with pytest.raises(jostle.InputError, match="never moved"):
-        Conditioning(still, np.arange(2), 10.0)
+        Moves(still, np.arange(2))
     with pytest.raises(jostle.InputError, match="at most 4,096"):
-        Conditioning(np.empty((1, MOST_HELD + 1, MOST_HELD + 1), np.float16), np.arange(1), 10.0)
+        Moves(np.empty((1, MOST_MOVES + 1, MOST_MOVES + 1), np.float16), np.arange(1))

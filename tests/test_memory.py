@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import jostle
 import jostle.chains.chain
+from jostle.models.in_place import InPlace
 
 
 class Greedy(nn.Module):
@@ -46,6 +47,15 @@ def test_batches_become_smaller(
         return np.asarray(run.traces.losses("train")[:])
 
     expected = losses(Greedy(40))
+    gradient = InPlace.mean_loss_gradient
+    buffer: dict[int, Tensor] = {}
+
+    def into_one_buffer(self: InPlace, *arguments: Any) -> Tensor:
+        """As a CUDA graph has it: each gradient is written over the last one."""
+        found = gradient(self, *arguments)
+        return buffer.setdefault(id(self), torch.empty_like(found)).copy_(found)
+
+    monkeypatch.setattr(InPlace, "mean_loss_gradient", into_one_buffer)
     assert not caplog.records
     model = Greedy(40)
     advance = jostle.chains.chain.Dynamics.advance

@@ -109,8 +109,7 @@ def covariance(
     Raises:
         InputError: fewer than two draws, or traces of different chains and draws.
     """
-    if centering not in ("pooled", "within"):
-        raise InputError("centering", got=repr(centering), expected="'pooled' or 'within'")
+    check_centering(centering)
     kept = np.arange(left.shape[0]) if chains is None else np.asarray(chains)
     if left.shape[:2] != right.shape[:2]:
         raise InputError("traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes")
@@ -197,6 +196,12 @@ class Standardized:
             values = values[self._kept]
         unit, _ = self._unit(torch.from_numpy(np.ascontiguousarray(values.reshape(*values.shape[:2], -1))))
         return (self._values @ unit.float()).clamp(-1, 1).numpy().reshape(len(self._values), *values.shape[2:])
+
+
+def check_centering(centering: str) -> None:
+    """Require one that there is."""
+    if centering not in ("pooled", "within"):
+        raise InputError("centering", got=repr(centering), expected="'pooled' or 'within'")
 
 
 def column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:

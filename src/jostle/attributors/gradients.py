@@ -7,6 +7,7 @@ Reference: Charpiat et al., *Input similarity from the neural network perspectiv
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ from jostle.scores import Scores
 
 BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""
+
+
+log = logging.getLogger("jostle")
 
 
 def examples_at_once(device: torch.device) -> int:
@@ -66,7 +70,7 @@ def gradient_similarity(
             name: Data(source, name, collate=collate, device=in_place.device)
             for name, source in (("train", train), ("query", query))
         }
-        gradients = PerExample(in_place, loss)
+        gradients = PerExample(in_place, loss, buffer_bytes)
         row_bytes = moving.total * moving.dtype.itemsize
         block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - gradients.at_once))
         values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
@@ -104,37 +108,49 @@ def gradient_self_influence(
 class PerExample:
     """Gradients of single examples, several at once through `vmap` where the model allows it."""
 
-    def __init__(self, model: InPlace, loss: Loss) -> None:
+    def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._model, self._loss = model, loss
         self._mapped: bool | None = None
-        self.at_once = examples_at_once(model.device)
+        row_bytes = model.moving.total * model.moving.dtype.itemsize
+        # A quarter of the buffer for those that are being made, the rest for those that are held.
+        self.at_once = min(examples_at_once(model.device), max(1, buffer_bytes // (4 * row_bytes)))
 
     def __call__(
         self, data: Data, indices: range, unit: bool
     ) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
         """Give blocks of gradients, each of length 1 where asked."""
-        for start in range(indices.start, indices.stop, self.at_once):
+        start = indices.start
+        while start < indices.stop:
             chosen = range(start, min(start + self.at_once, indices.stop))
+            start = chosen.stop
             # Products and squares of them would not survive the half precision that a model may compute in.
             rows = self._gradients(data, chosen).to(self._model.moving.dtype)
             yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
 
     @torch.no_grad()
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
-        if self._mapped is None:  # believed after one look, which also teaches a loss what it tries once for each model
-            first = self._one_by_one(data, chosen[:1])
-            try:
-                found = self._mapped_gradients(data, chosen[:1])
-            except Exception:  # any model may hit any limit of vmap; the loop remains
-                self._mapped = False
-            else:
-                self._mapped = bool((found - first).norm() <= self._model.tolerance * first.norm())
-        if self._mapped:
-            try:
-                return self._mapped_gradients(data, chosen)
-            except RuntimeError:  # out of memory, say
-                self._mapped = False
-        return self._one_by_one(data, chosen)
+        if self._mapped is False:
+            return self._one_by_one(data, chosen)
+        # First, since it also teaches a loss what it tries once for each model, and cannot try within vmap.
+        first = self._one_by_one(data, chosen[:1]) if self._mapped is None else None
+        try:
+            rows = self._mapped_gradients(data, chosen)
+        except torch.OutOfMemoryError:
+            if len(chosen) == 1:
+                raise
+            self.at_once = max(1, len(chosen) // 2)
+            log.info("gradients of %d examples at once have no room; going on with %d", len(chosen), self.at_once)
+            half = len(chosen) // 2
+            return torch.cat([self._gradients(data, part) for part in (chosen[:half], chosen[half:])])
+        except Exception as error:  # any model may hit any limit of vmap; the loop remains
+            log.info("gradients are taken one by one (%s)", str(error).partition("\n")[0][:100])
+            self._mapped = False
+            return self._one_by_one(data, chosen)
+        if first is not None:  # believed after one look
+            self._mapped = bool((rows[:1] - first).norm() <= self._model.tolerance * first.norm())
+            if not self._mapped:
+                return self._one_by_one(data, chosen)
+        return rows
 
     def _one_by_one(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
         center = self._model.moving.center[None]

@@ -158,7 +158,7 @@ def _projected(
     model: InPlace, loss: Loss, data: Data, project: Projection, buffer_bytes: int
 ) -> Float[Tensor, "example dimension"]:
     """The projected gradients of all examples; as many whole ones as fit the buffer are projected together."""
-    gradients = PerExample(model, loss)
+    gradients = PerExample(model, loss, buffer_bytes)
     row_bytes = model.moving.total * model.moving.dtype.itemsize
     at_once = max(1, int(buffer_bytes / row_bytes) // gradients.at_once) * gradients.at_once
     parts = []

@@ -130,8 +130,10 @@ class Dynamics:
                 total: Tensor | None = None
                 for pieces in zip(*(np.array_split(batch, self._pieces) for batch in batches), strict=True):
                     part = self.model.mean_loss_gradient(self._potential_loss, weights, self._sampling_data, [*pieces])
-                    part.mul_(len(pieces[0]) / len(batches[0]))  # in its own precision: wider ones have no room, either
-                    total = part if total is None else total.add_(part)
+                    share = len(pieces[0]) / len(batches[0])
+                    # A sum of its own, since the next call may write over this part; in its own precision, since a
+                    # wider one has no room, either.
+                    total = part * share if total is None else total.add_(part, alpha=share)
                 assert total is not None
                 return total
             except torch.OutOfMemoryError:

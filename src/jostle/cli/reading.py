@@ -62,8 +62,12 @@ def top(
     _warn(opened)
     if not as_json:
         print_ranking(Console(highlight=False), ranking, train, queries)
+        if kappa:
+            typer.echo(f"read at κ = {kappa:g}, with the training losses held")
         return
     plain = ranking.to_dict()
+    if kappa:
+        plain["kappa"] = kappa
     for entry in (*plain["helpful"], *plain["harmful"]):
         if train:
             entry["text"] = train[entry["index"]].get("text")
@@ -142,7 +146,8 @@ def export(
     opened = load(out)
     opened.influence(normalize=normalize, reduction=reduction, kappa=kappa).export(file)
     _warn(opened)
-    typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}, negative = training on it helps")
+    at = f" read at κ = {kappa:g}" if kappa else ""
+    typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}{at}, negative = training on it helps")
 
 
 @app.command(

@@ -24,9 +24,7 @@ Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="W
 Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlations, or −covariances.")]
 Kappa = Annotated[
     float,
-    typer.Option(
-        min=0.0, metavar="K", help="Read at a larger n_beta than was sampled; about 10 predicts retraining best."
-    ),
+    typer.Option(min=0.0, metavar="K", help="Read at a larger n_beta than was sampled (docs/reading.md)."),
 ]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 

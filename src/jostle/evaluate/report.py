@@ -206,7 +206,9 @@ def read_scores(
         if path.is_dir():
             run = load(path)
             name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
-            for held, kind in itertools.product((0.0, kappa) if kappa else (0.0,), ("covariance", "correlation")):
+            # Without its traces a run is read as it is.
+            read_at = (0.0, kappa) if kappa and run.config["keep"] == "traces" else (0.0,)
+            for held, kind in itertools.product(read_at, ("covariance", "correlation")):
                 influence = run.influence(normalize=kind == "correlation", kappa=held)
                 at = f", κ = {held:g}" if held else ""
                 add(f"{name} {kind}{at}", influence, sum(run.manifest["seconds"].values()))

@@ -13,7 +13,7 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle.chains.recording import load_sums
-from jostle.conditioning import Conditioning
+from jostle.conditioning import Conditioned, Moves, check_kappa
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
@@ -69,6 +69,7 @@ class Run:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self.config = read_config(directory)
+        self._known_moves: dict[str, Moves] = {}
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -161,9 +162,9 @@ class Run:
             centering: around the mean over all chains (``"pooled"``, the paper's) or each chain's own (``"within"``).
             part: of a run with ``antithetic=True``, the ``"odd"`` or ``"even"`` part alone; normalized, it is the
                 correlation of these parts.
-            kappa: read at a larger n_beta than was sampled, n_beta·λmax = kappa·localization beyond it, by holding the
-                training losses (`jostle.conditioning`). 0 reads what was sampled, as in the paper; about 10 predicts
-                retraining better (docs/reading.md), from some hundred draws on.
+            kappa: read at a larger n_beta than was sampled, by holding the training losses: where they move most, their
+                variance falls to 1/(1 + kappa). 0 reads what was sampled, as in the paper; docs/reading.md says when
+                10 is better. Takes memory for draws × training examples, or draws × draws.
             standard_error: also estimate the Monte Carlo standard error of every score.
             buffer_bytes: what may be allocated beyond the matrix itself.
         """
@@ -310,17 +311,20 @@ class Run:
     ) -> Estimate:
         """The covariance of two traces, or of their odd or even parts, or with the training losses held."""
         chains = self.healthy_chains
+        check_kappa(kappa)
         if kappa:
             if part is not None or options["standard_error"]:
                 raise InputError(
                     "kappa",
-                    got="standard errors" if part is None else "part",
+                    got="part" if part is not None else "standard errors",
                     expected="the scores alone",
                     fix="ask without kappa, or compare the scores of two runs with different seeds",
                 )
-            conditioning = Conditioning(self._sequence_losses("train", "mean"), chains, kappa, centering)
-            estimate = covariance(conditioning(left), conditioning(right), **options)
-            return replace(estimate, between_chain_share=conditioning.between_chain_share)
+            moves = self._moves(centering)
+            estimate = covariance(Conditioned(left, moves, kappa), Conditioned(right, moves, kappa), **options)
+            if centering == "within" and not options["normalize"]:  # mapped, they are one chain of all draws
+                estimate.values[:] *= (moves.draws - 1) / (moves.draws - len(chains))
+            return replace(estimate, between_chain_share=moves.between_chain_share)
         if part is None:
             return covariance(left, right, chains=chains, centering=centering, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
@@ -331,6 +335,13 @@ class Run:
             )
         parts = (MirroredPairs(trace, chains, part) for trace in (left, right))
         return covariance(*parts, centering=centering, **options)
+
+    def _moves(self, centering: Centering) -> Moves:
+        """How the training losses move: found once, for it takes a while."""
+        if centering not in self._known_moves:
+            losses = self._sequence_losses("train", "mean")
+            self._known_moves[centering] = Moves(losses, self.healthy_chains, centering)
+        return self._known_moves[centering]
 
     def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
         if name not in self.traces.sets:
