@@ -28,7 +28,10 @@ from experiments import calibration, resolution, samplers
 from experiments.resolution import Problem, Trainer, halves, lds_over_queries
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
 from jostle.attributors import ekfac, gradient_similarity
+from jostle.conditioning import Conditioned, Moves
 from jostle.data.datasets import Data
+from jostle.diagnose.plots import CHAIN_COLOURS
+from jostle.estimate import covariance
 from jostle.evaluate import Bank
 from jostle.losses import Loss
 
@@ -126,6 +129,35 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
         record.write()
 
 
+def measure_longer(name: str, work: Path, record: Record, budget: Budget, draws: int) -> None:
+    """One run of so many draws in all, read after parts of them: is it draws that are missing?"""
+    kept = record.content["measured"].setdefault(name, {"baselines": {}, "runs": {}})
+    if kept.get("longer", {}).get("draws") == draws:
+        return
+    case = CASES[name]()(work / name.replace(" ", "_"), record, budget)
+    chosen = jostle.calibrate(
+        case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
+    )
+    run = jostle.attribute(
+        case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=draws // CHAINS, progress=False,
+        **chosen.settings,
+    )  # fmt: skip
+    losses = [samplers.mean_losses(run, part) for part in ("train", "query")]
+    about = {"fingerprints": run.manifest["fingerprints"]}
+    table: dict[str, Any] = {}
+    for part in sorted({count for count in (100, 400, 1_000, 2_000, draws) if count <= draws}):
+        train, query = (trace[:, : part // CHAINS] for trace in losses)
+        moves = Moves(train, np.arange(CHAINS))
+        for kappa in KAPPAS:
+            sides = (train, query) if not kappa else (Conditioned(trace, moves, kappa) for trace in (train, query))
+            scores = jostle.Scores(values=-covariance(*sides).values, method="bif", provenance=about)
+            table.setdefault(str(part), {})[f"{kappa:g}"] = lds_over_queries(case.bank, scores)
+        shown = "  ".join(f"{kappa} {one['lds']:.3f}" for kappa, one in table[str(part)].items())
+        print(f"{name}, {part} draws: covariance at κ {shown}", flush=True)
+    kept["longer"] = {"draws": draws, "rise": RISES[0], "covariance": table}
+    record.write()
+
+
 def mean_over_seeds(kept: Mapping[str, Any], setting: str, kind: str) -> dict[float, tuple[float, float]]:
     """κ → mean LDS and its standard error over seeds of the sampler; 0 where there is one."""
     runs = [run["lds"][kind] for run in kept["runs"].values() if run["setting"] == setting]
@@ -167,7 +199,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     panels = figure.subplots(2, columns, squeeze=False).ravel()
     places = [0.3, *KAPPAS[1:]]
     for axes, (name, kept) in zip(panels, measured.items(), strict=False):
-        for rise, colour in zip(RISES, ("#0072B2", "#E69F00"), strict=True):
+        for rise, colour in zip(RISES, CHAIN_COLOURS, strict=False):
             found = mean_over_seeds(kept, f"rise {rise:g}", "covariance")
             if found:
                 axes.errorbar(
@@ -202,12 +234,16 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RECORDS / "reading.json")
     parser.add_argument("--figure", type=Path, help="draw what the record has")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    parser.add_argument("--longer", type=int, metavar="N", help="instead: one run of N draws, read after parts of them")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     record, budget = Record(arguments.record, {"chains": CHAINS, "draws": DRAWS}), Budget(arguments.minutes)
     try:
         for name in filter(None, arguments.only.split(",")):
-            measure(name, arguments.work, record, budget)
+            if arguments.longer:
+                measure_longer(name, arguments.work, record, budget, arguments.longer)
+            else:
+                measure(name, arguments.work, record, budget)
     except OutOfTimeError:
         print("out of time; the same command goes on", flush=True)
     measured = {name: record.content["measured"][name] for name in CASES if name in record.content["measured"]}

@@ -172,6 +172,11 @@ def test_the_same_draws_are_read_at_several_kappas(tmp_path: Path, monkeypatch: 
     assert found[10.0][0] > found[0.0][0] + 0.03
     reading.measure("ridge", tmp_path, record, Budget(10), draws=25, seeds=2)
     assert json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"] == kept
+    reading.measure_longer("ridge", tmp_path, record, Budget(10), 100)
+    longer = json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"]["longer"]["covariance"]["100"]
+    same = kept["runs"]["rise 0.03, seed 0"]["lds"]["covariance"]
+    for kappa in ("0", "10"):
+        assert longer[kappa]["lds"] == pytest.approx(same[kappa]["lds"], abs=1e-3)
     assert "| ridge, 0.03 nats |" in reading.markdown({"ridge": kept}, "covariance")
     reading.draw({"ridge": kept}, tmp_path / "reading.png")
     assert (tmp_path / "reading.png").stat().st_size > 10_000

@@ -69,7 +69,7 @@ def resolve(
     """
     if preset is not None and preset not in PRESETS:
         raise InputError("preset", got=repr(preset), expected=f"one of {', '.join(PRESETS)}")
-    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_asked_for(out, flags) if out else {})
+    request = DEFAULTS | (PRESETS[preset] if preset else {}) | (_asked_for(out) if out else {})
     request |= _from_config(config) if config else {}
     request |= IMPLIED.get(flags.get("sampler", ""), {}) | flags
     if flags.get("sampler") == "gaussian" and "step_size" in flags:
@@ -86,11 +86,10 @@ def resolve(
     return request
 
 
-def _asked_for(out: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """How many draws a run that is there is to have; and when to stop, unless a number of draws is asked for."""
+def _asked_for(out: Path) -> dict[str, Any]:
+    """How many draws the run in a directory is to have, and when it is to stop, where there is one."""
     there = read_config(out) if (out / "manifest.json").is_file() else {}
-    names = ("chains", "draws") if "draws" in flags else ("chains", "draws", "until", "minutes")
-    return {name: there[name] for name in names if there.get(name) is not None}
+    return {name: there[name] for name in ("chains", "draws", "until", "minutes") if there.get(name) is not None}
 
 
 def _thin(word: Any) -> int | Literal["auto"]:
