@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle.cli import app
-from jostle.conditioning import MOST_MOVES, Conditioned, Moves
+from jostle.conditioning import MOST_MOVES, Conditioned, Moves, jackknife_error
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
 
@@ -118,6 +118,25 @@ def test_token_blocks_still_add_up_to_the_sequence(tmp_path: Path) -> None:
     assert not np.allclose(whole, run.influence().values, rtol=0.1)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_standard_errors_are_those_of_other_draws(normalize: bool) -> None:
+    """The mean of the estimated variances against the variance over 60 independent runs, of 6 × 4 scores."""
+    generator = np.random.default_rng(0)
+    g, h = generator.normal(size=(6, 5)), generator.normal(size=(4, 5))
+    found, claimed = [], []
+    for _ in range(60):
+        weights = generator.normal(size=(4, 50, 5))
+        train, query = weights @ g.T, weights @ h.T
+        moves = Moves(train, np.arange(4))
+        found.append(covariance(*(Conditioned(x, moves, 10.0) for x in (train, query)), normalize=normalize).values)
+        error, freedom = jackknife_error(train, train, query, np.arange(4), 10.0, mirrored=False, normalize=normalize)
+        assert freedom >= 3
+        claimed.append(error**2)
+    ratio = np.mean(claimed) / np.var(found, axis=0, ddof=1).mean()
+    # 24 entries that depend on each other, each variance from 60 runs: some 10 %.
+    assert 0.75 < ratio < 1.35
+
+
 def test_from_the_command_line(tmp_path: Path) -> None:
     """The same scores by top, export and evaluate."""
     generator = torch.Generator().manual_seed(0)
@@ -145,8 +164,10 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
     train, query = torch.randn(4, 3), torch.randn(2, 3)
     run = sampled(train, query, 2.0, 10, tmp_path / "run")
-    with pytest.raises(jostle.InputError, match="kappa: got standard errors"):
-        run.influence(kappa=10.0, standard_error=True)
+    with pytest.raises(jostle.InputError, match="kappa: got standard errors within chains"):
+        run.influence(kappa=10.0, standard_error=True, centering="within")
+    with pytest.raises(jostle.InputError, match="kappa: got part"):
+        run.influence(kappa=10.0, part="odd")
     wrong: Any
     for wrong in (-1.0, float("nan"), float("inf"), "10", True):
         with pytest.raises(jostle.InputError, match="a positive number"):

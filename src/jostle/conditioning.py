@@ -30,11 +30,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.errors import InputError
-from jostle.estimate import BUFFER_BYTES, Centering, Trace, around_mean, check_centering, column_blocks
+from jostle.estimate import (
+    BUFFER_BYTES,
+    Batches,
+    Centering,
+    Trace,
+    around_mean,
+    check_centering,
+    column_blocks,
+    covariance,
+    length_of_batch,
+)
 
 MOST_MOVES = 4_096
 """In how many directions the losses may move: as many as draws or training examples, whichever are fewer. Finding them
 takes a minute for so many."""
+
+MOST_BATCHES = 20
+"""That a jackknife leaves out, one after another: without each of them, all is done again."""
 
 MOST_ENTRIES = 1 << 27
 """Of all of these directions, with an entry for each draw: 1 GiB, three times."""
@@ -108,6 +121,50 @@ class Conditioned:
         along = self._moves.directions.T @ flat
         mapped = flat + self._moves.directions @ ((self._shrunk - 1)[:, None] * along)
         return mapped.numpy().astype(self.dtype)[None][chains, draws]
+
+
+class LeftOut:
+    """A trace as one chain, without some consecutive draws of some chains."""
+
+    def __init__(self, trace: Trace, chains: np.ndarray, left_out: tuple[slice, slice]) -> None:
+        self._trace, self._chains = trace, chains
+        self._kept = np.ones((len(chains), trace.shape[1]), bool)
+        self._kept[left_out] = False
+        self.shape = (1, int(self._kept.sum()), trace.shape[2])
+        self.dtype = trace.dtype
+        self.read_per_column = getattr(trace, "read_per_column", 1)
+        """How many numbers are read for each one returned, at most."""
+
+    def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw column"]:
+        chains, draws, columns = index
+        return np.asarray(self._trace[:, :, columns])[self._chains][self._kept][None][chains, draws]
+
+
+def jackknife_error(
+    train: Trace, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
+) -> tuple[Float[np.ndarray, "left right"], int]:
+    """The standard error of every entry, and its degrees of freedom; pooled.
+
+    A jackknife over batches of consecutive draws, as that of `jostle.estimate.covariance`: without each of them the
+    losses are held anew. Batches are as long as the draws' autocorrelation asks for, and at most `MOST_BATCHES`.
+    """
+    width = max(1, BUFFER_BYTES // (32 * len(chains) * train.shape[1] * getattr(train, "read_per_column", 1)))
+    first, second = (next(column_blocks(trace, chains, width))[1] for trace in (left, right))
+    draws = train.shape[1]
+    length = max(length_of_batch(first, second), -(-draws * len(chains) // MOST_BATCHES))
+    batches = Batches(len(chains), draws, min(length, draws), "pooled", together=2 if mirrored else 1)
+    total = np.zeros((left.shape[2], right.shape[2]))
+    squares = np.zeros_like(total)
+    alone = np.arange(1)
+    for left_out in batches.slices:
+        moves = Moves(LeftOut(train, chains, left_out), alone)
+        sides = (Conditioned(LeftOut(side, chains, left_out), moves, kappa) for side in (left, right))
+        values = covariance(*sides, **options).values.astype(np.float64)
+        total += values
+        squares += values**2
+    count = batches.count
+    variance = (count - 1) / count * np.maximum(squares - total**2 / count, 0.0)
+    return np.sqrt(variance).astype(left.dtype), count - 1
 
 
 def check_kappa(kappa: Any) -> None:

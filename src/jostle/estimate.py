@@ -136,7 +136,7 @@ def covariance(
                 next(column_blocks(trace, kept, width))[1] for trace, width in zip((left, right), tile, strict=True)
             )
             batch_length = length_of_batch(*first_blocks)
-        batches = _Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
+        batches = Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -255,7 +255,7 @@ def _divide(products: Tensor, left_squares: Tensor, right_squares: Tensor) -> Te
     return torch.where(scale > 0, products / scale, 0.0).clamp(-1, 1)
 
 
-class _Batches:
+class Batches:
     """The delete-one-batch jackknife over consecutive draws.
 
     With θ the estimate from all N draws and θ₍ⱼ₎ the one without batch j of mⱼ draws, hⱼ = N/mⱼ and
@@ -271,13 +271,13 @@ class _Batches:
         if chains // together * per_chain < 2:
             per_chain = min(2, draws)
         edges = np.linspace(0, draws, per_chain + 1).round().astype(int)
-        self._slices = [
+        self.slices = [
             (slice(chain, chain + together), slice(start, stop))
             for chain in range(0, chains, together)
             for start, stop in itertools.pairwise(edges)
         ]
         self._chains, self._draws, self._within = chains, draws, centering == "within"
-        self.count = len(self._slices)
+        self.count = len(self.slices)
         groups = chains if self._within else 1
         largest = together * max(stop - start for start, stop in itertools.pairwise(edges))
         if chains * draws - largest - groups < 1:
@@ -303,7 +303,7 @@ class _Batches:
         weights = 0.0
         products = A.flatten(0, 1).T @ B.flatten(0, 1)
         squares_a, squares_b = A.square().sum((0, 1)), B.square().sum((0, 1))
-        for chains, draws in self._slices:
+        for chains, draws in self.slices:
             a, b = A[chains, draws], B[chains, draws]
             m = a.shape[0] * a.shape[1]
             # Deleting a batch moves the mean of what it was centred with: its own chains', or everyone's.

@@ -13,7 +13,7 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle.chains.recording import load_sums
-from jostle.conditioning import Conditioned, Moves, check_kappa
+from jostle.conditioning import Conditioned, Moves, check_kappa, jackknife_error
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
@@ -313,18 +313,30 @@ class Run:
         chains = self.healthy_chains
         check_kappa(kappa)
         if kappa:
-            if part is not None or options["standard_error"]:
+            wants_error = options.pop("standard_error")
+            if part is not None or (wants_error and centering == "within"):
                 raise InputError(
                     "kappa",
-                    got="part" if part is not None else "standard errors",
-                    expected="the scores alone",
-                    fix="ask without kappa, or compare the scores of two runs with different seeds",
+                    got="part" if part is not None else "standard errors within chains",
+                    expected="all of the influence, and centering='pooled' for standard errors",
+                    fix="ask without kappa",
                 )
             moves = self._moves(centering)
             estimate = covariance(Conditioned(left, moves, kappa), Conditioned(right, moves, kappa), **options)
             if centering == "within" and not options["normalize"]:  # mapped, they are one chain of all draws
                 estimate.values[:] *= (moves.draws - 1) / (moves.draws - len(chains))
-            return replace(estimate, between_chain_share=moves.between_chain_share)
+            errors, freedom = None, None
+            if wants_error:
+                train = self._sequence_losses("train", "mean")
+                errors, freedom = jackknife_error(
+                    train, left, right, chains, kappa, mirrored=self.antithetic, **options
+                )
+            return replace(
+                estimate,
+                standard_error=errors,
+                degrees_of_freedom=freedom,
+                between_chain_share=moves.between_chain_share,
+            )
         if part is None:
             return covariance(left, right, chains=chains, centering=centering, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
