@@ -43,8 +43,8 @@ from jostle.estimate import (
 )
 
 MOST_MOVES = 4_096
-"""In how many directions the losses may move: as many as draws or training examples, whichever are fewer. Finding them
-takes a minute for so many."""
+"""In how many directions the losses may move: as many as draws or training examples, whichever are fewer. The time
+that finding them takes grows with the third power."""
 
 MOST_BATCHES = 20
 """That a jackknife leaves out, one after another: without each of them, all is done again."""
