@@ -185,8 +185,7 @@ class Retrainer:
     def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
         seed = 1_000 * self._seed + seed
         warm, state = self._warm(seed)
-        model = new_model(self._images.warm_up, seed)
-        model.load_state_dict(warm.state_dict())
+        model = copy.deepcopy(warm)
         optimizer = optimizer_of(model)
         optimizer.load_state_dict(copy.deepcopy(dict(state)))  # it would share the momenta otherwise
         chosen = torch.from_numpy(indices).to(self._data[1].device)

@@ -11,16 +11,18 @@ their models and banks are used.
 
 The reference is the paper's own setting, 4 chains of 100 consecutive draws, by SGLD and by devinterp's RMSprop variant.
 Every rule is sampled at the posterior that `jostle.calibrate` chooses; "default" takes its steps between draws by
-``thin="auto"``. "Gaussian" is the control without a gradient. Scores are read at three costs: a tenth of the
-reference's observations; as many; and as many *passes* as the control takes for these (an example observed counts 1, an
-example in a minibatch gradient 3). Errors are those over seeds of the sampler; the bank is the same for all. Called
-again it goes on where it stood.
+``thin="auto"``. "Gaussian" is the control without a gradient; its draws are also read at κ = 10
+(`jostle.conditioning`), which costs none. Scores are read at three costs: a tenth of the reference's observations; as
+many; and as many *passes* as the control takes for these (an example observed counts 1, an example in a minibatch
+gradient 3). Errors are those over seeds of the sampler; the bank is the same for all. Called again it goes on where it
+stood.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import shlex
 import time
@@ -35,8 +37,19 @@ from torch import nn
 
 import jostle
 from experiments import calibration, cifar10_retraining, language_retraining
-from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record, Setting, file_name, fill
+from experiments.retraining import (
+    READ,
+    READ_AT,
+    RECORDS,
+    Budget,
+    OutOfTimeError,
+    Record,
+    Setting,
+    file_name,
+    fill,
+)
 from jostle.attributors import exact_influence
+from jostle.conditioning import Conditioned, Moves
 from jostle.data.datasets import Data
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
@@ -56,6 +69,9 @@ RULES = {
 }  # fmt: skip
 DEFAULT, CONTROL = "default: LeimkuhlerMatthews, thin auto", "Gaussian: no gradient"
 CONTROLS = (CONTROL, f"{CONTROL}, paper's localization")
+UNDERDAMPED = "BAOAB, thin auto"
+CANDIDATES = (DEFAULT, UNDERDAMPED, f"{CONTROL}{READ}")
+"""What might be the default: each is compared with the reference, the controls and gradients."""
 REFERENCES = {"paper: SGLD": "sgld", "paper: RMSprop-SGLD": "rmsprop-devinterp"}
 DECAY = 0.01
 """Of the regression: mean loss + DECAY/2·‖w‖²."""
@@ -152,6 +168,8 @@ def rows_of(
         rows[DEFAULT] = {**default, "draws": DRAWS, "thin": "auto"}
         rows[CONTROL] = {**blind, "localization": default["localization"]}
     rows[CONTROLS[1]] = {**blind, "localization": paper["localization"]}
+    if "BAOAB, calibrated" in rules:
+        rows[UNDERDAMPED] = {**rules["BAOAB, calibrated"], "draws": DRAWS, "thin": "auto"}
     rows |= rules
     if "SGLD, calibrated" in rules:
         rows["SGLD, calibrated, thin 1"] = {**rules["SGLD, calibrated"], "draws": DRAWS, "thin": 1}
@@ -178,7 +196,7 @@ def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | N
     return draws if 2 <= draws <= run.draws else None
 
 
-def measured(run: jostle.Run, bank: Bank, sampled: int) -> dict[str, Any]:
+def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: float = 0.0) -> dict[str, Any]:
     """What one run is worth: the LDS per query over subsets at every cost, and how many of its draws are effective."""
     found = run.diagnostics()
     kept: dict[str, Any] = {
@@ -193,22 +211,28 @@ def measured(run: jostle.Run, bank: Bank, sampled: int) -> dict[str, Any]:
     for cost in COSTS:
         draws = draws_at(cost, run, train.shape[2] + query.shape[2], sampled)
         kept[cost] = None if draws is None else {"draws": draws} | {
-            kind: lds(bank, scores_after(run, train, query, draws, kind), bootstrap=0).value
+            kind: lds(bank, scores_after(run, train, query, draws, kind, kappa), bootstrap=0).value
             for kind in ("covariance", "correlation")
         }  # fmt: skip
     return kept
 
 
-def scores_after(run: jostle.Run, train: np.ndarray, query: np.ndarray, draws: int, kind: str) -> Scores:
-    """What the run would have said after its first draws."""
-    estimate = covariance(train[:, :draws], query[:, :draws], normalize=kind == "correlation")
+def scores_after(
+    run: jostle.Run, train: np.ndarray, query: np.ndarray, draws: int, kind: str, kappa: float = 0.0
+) -> Scores:
+    """What the run would have said after its first draws, read at κ."""
+    sides: Any = (train[:, :draws], query[:, :draws])
+    if kappa:
+        moves = Moves(sides[0], np.arange(len(train)))
+        sides = (Conditioned(side, moves, kappa) for side in sides)
+    estimate = covariance(*sides, normalize=kind == "correlation")
     about = {"fingerprints": run.manifest["fingerprints"]}
     return Scores(values=-estimate.values, method="bif", normalized=kind == "correlation", provenance=about)
 
 
 def measure(
     setting: Setting, paper: Mapping[str, Any], batch_size: int, work: Path, record: Record, budget: Budget,
-    *, draws: int = DRAWS, seeds: int = SEEDS,
+    *, draws: int = DRAWS, seeds: int = SEEDS, other_seeds: int = SEEDS,
 ) -> None:  # fmt: skip
     """Measure whatever the record lacks."""
     kept = record.content["measured"].setdefault(setting.name, {"calibration": {}, "baselines": {}, "rows": {}})
@@ -231,23 +255,30 @@ def measure(
             print(f"  {name}: {kept['baselines'][name]['value']:.3f}", flush=True)
             record.write()
     for name, options in rows_of(paper, kept["calibration"], batch_size, draws).items():
-        row = kept["rows"].setdefault(name, {"settings": options, "seeds": {}})
-        for seed in range(seeds):
-            if str(seed) in row["seeds"]:
+        # Draws without a gradient are read in two ways; they are taken once.
+        readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
+        rows = {read: kept["rows"].setdefault(read, {"settings": options, "seeds": {}}) for read in readings}
+        # Few seeds tell which rule is best; more of them are for the claims.
+        few = name.removesuffix(", calibrated") in RULES.values()
+        for seed in range(other_seeds if few else seeds):
+            if all(str(seed) in row["seeds"] for row in rows.values()):
                 continue
             key = f"{setting.name}: {name}, seed {seed}, CPU"
             started = time.process_time()
             try:
-                run, _ = setting.sample(f"{name}, seed {seed}", {**row["settings"], "seed": seed}, work, budget)
+                run, _ = setting.sample(f"{name}, seed {seed}", {**options, "seed": seed}, work, budget)
             except (jostle.ChainsFailedError, jostle.InputError) as error:  # what a rule cannot do is a result
-                row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
+                for row in rows.values():
+                    row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
                 continue
             finally:
                 record.add_seconds(key, time.process_time() - started)
                 record.write()
             spent = record.content["seconds"].pop(key)["seconds"]  # in all, where the run was interrupted
-            row["seeds"][str(seed)] = measured(run, bank, sampled) | {"cpu_seconds": spent}
-            print(f"  {name}, seed {seed}: {row['seeds'][str(seed)]}", flush=True)
+            for read, kappa in readings.items():
+                found = measured(run, bank, sampled, kappa) | {"cpu_seconds": spent}
+                rows[read]["seeds"][str(seed)] = found
+                print(f"  {read}, seed {seed}: {found}", flush=True)
             record.write()
     kept["summary"] = summary(kept)
     record.write()
@@ -294,7 +325,7 @@ def _ratio(sound: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]],
 
 
 def claims(table: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, Any]:
-    """The default minus what it is to reach or beat, with the error of the difference over seeds."""
+    """Each candidate minus what it is to reach or beat, with the error of the difference over seeds."""
 
     def value(name: str, cost: str, kind: str) -> dict[str, float] | None:
         return table.get(name, {}).get(cost, {}).get(kind)
@@ -304,15 +335,16 @@ def claims(table: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, 
         return max(known, key=lambda one: one["mean"], default=None)
 
     found: dict[str, Any] = {}
-    for kind in ("covariance", "correlation"):
+    for candidate, kind in itertools.product(CANDIDATES, ("covariance", "correlation")):
         gradients = baselines.get("GradSim" if kind == "covariance" else "gradient cosine")
         exact = None if gradients is None else {"mean": gradients["value"], "standard_error": 0.0}
-        pairs = {"a tenth against the better reference": (value(DEFAULT, TENTH, kind), best([*REFERENCES], ALL, kind))}
+        tenth, references = value(candidate, TENTH, kind), best([*REFERENCES], ALL, kind)
+        pairs = {"a tenth against the better reference": (tenth, references)}
         for cost in COSTS:
-            ours = value(DEFAULT, cost, kind)
+            ours = value(candidate, cost, kind)
             pairs[f"{cost}, against the better control"] = ours, best(CONTROLS, cost, kind)
             pairs[f"{cost}, against gradient similarity"] = ours, exact
-        found[kind] = {
+        found.setdefault(candidate, {})[kind] = {
             name: {
                 "difference": ours["mean"] - theirs["mean"],
                 "standard_error": math.hypot(ours["standard_error"], theirs["standard_error"]),
@@ -395,6 +427,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     parser.add_argument("--draws", type=int, default=DRAWS, help="of each chain, where the rule is not a reference")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the samplers")
+    parser.add_argument(
+        "--other-seeds", type=int, default=SEEDS, help="of rules that are neither reference nor default"
+    )
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     budget = Budget(arguments.minutes)
@@ -405,7 +440,7 @@ def main() -> None:
             for setting, paper, batch_size in settings_of(name, arguments, record, budget):
                 measure(
                     setting, paper, batch_size, arguments.work / name / "samplers", record, budget,
-                    draws=arguments.draws, seeds=arguments.seeds,
+                    draws=arguments.draws, seeds=arguments.seeds, other_seeds=arguments.other_seeds,
                 )  # fmt: skip
     except OutOfTimeError:
         status = "out of time; the same command goes on"

@@ -114,13 +114,17 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     kept = json.loads((tmp_path / "record.json").read_text())["measured"]["linear regression"]
     table = kept["summary"]["table"]
     assert list(table) == [
-        "paper: SGLD", "paper: RMSprop-SGLD", samplers.DEFAULT, samplers.CONTROL,
-        samplers.CONTROLS[1], "LeimkuhlerMatthews, calibrated",
+        "paper: SGLD", "paper: RMSprop-SGLD", samplers.DEFAULT,
+        *(f"{name}{how}" for name in samplers.CONTROLS for how in ("", samplers.READ)),
+        "LeimkuhlerMatthews, calibrated",
     ]  # fmt: skip
     bank = setting.banks["0.5"]
     run = jostle.load(tmp_path / "work" / "linear_regression" / "runs" / "paper__SGLD__seed_1")
     one = kept["rows"]["paper: SGLD"]["seeds"]["1"]
     assert one[samplers.ALL]["covariance"] == pytest.approx(lds(bank, run.influence()).value, abs=1e-6)
+    blind = jostle.load(tmp_path / "work" / "linear_regression" / "runs" / "Gaussian__no_gradient__seed_1")
+    held = kept["rows"][f"{samplers.CONTROL}{samplers.READ}"]["seeds"]["1"][samplers.ALL]["correlation"]
+    assert held == pytest.approx(lds(bank, blind.influence(kappa=10, normalize=True)).value, abs=1e-6)
     # 20 observations of 60 + 142 examples pay for as many draws that take a gradient of 60 each, 180 passes.
     assert one[samplers.PASSES]["draws"] == (20 * 202 + 180) // (202 + 180)
     assert kept["rows"][samplers.CONTROL]["seeds"]["0"][samplers.PASSES]["draws"] == 20
@@ -128,7 +132,7 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     assert kept["baselines"]["exact influence"]["value"] > kept["baselines"]["GradSim"]["value"] + 0.1
     values = [kept["rows"][samplers.DEFAULT]["seeds"][seed][samplers.ALL]["correlation"] for seed in "01"]
     control = max((table[name][samplers.ALL]["correlation"] for name in samplers.CONTROLS), key=lambda one: one["mean"])
-    claim = kept["summary"]["claims"]["correlation"][f"{samplers.ALL}, against the better control"]
+    claim = kept["summary"]["claims"][samplers.DEFAULT]["correlation"][f"{samplers.ALL}, against the better control"]
     assert claim["difference"] == pytest.approx(np.mean(values) - control["mean"])
     assert claim["standard_error"] == pytest.approx(np.hypot(abs(values[0] - values[1]) / 2, control["standard_error"]))
     # Called again, there is nothing left to do.
