@@ -162,8 +162,9 @@ def with_devinterp(model: Any, draws: int) -> float:
 
 
 def bench(
-    name: str, peak: float, variants: list[str], fewer: int, more: int, table: dict[str, Any], save: Callable[[], None]
-) -> None:
+    name: str, peak: float, variants: list[str], fewer: int, more: int, table: dict[str, Any],
+    save: Callable[[], None], profile: bool = False,
+) -> None:  # fmt: skip
     """Time a draw in each way, on one model; ``peak`` is the measured rate of a large matrix product.
 
     Every way is put into ``table`` and saved as soon as it is there.
@@ -201,3 +202,15 @@ def bench(
             beside = f"  rank correlation {agreement:.4f} of {more} draws"
         save()
         print(f"  {name:5} {variant:24} {seconds:8.4f} s  {floor / seconds:6.1%}  {memory:6.1f} GB{beside}", flush=True)
+        if profile:
+            print_kernels(lambda variant=variant: ways[variant](fewer), fewer)
+
+
+def print_kernels(run: Callable[[], float], draws: int, most: int = 25) -> None:
+    """Where the GPU's time goes: milliseconds a draw of every kernel; start and preparation are among them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    found = sorted(profiler.key_averages(), key=lambda one: -one.self_device_time_total)
+    for one in found[:most]:
+        milliseconds = one.self_device_time_total / 1e3 / draws
+        print(f"    {milliseconds:9.3f} ms  {one.count / draws:8.1f} ×  {one.key[:110]}", flush=True)

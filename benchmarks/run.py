@@ -2,7 +2,8 @@
 
 python -m benchmarks.run small                        # ratios, in a minute, on any machine
 python -m benchmarks.run chains                       # 8 chains on a CPU, in every way
-python -m benchmarks.run 14m 410m 2.8b resnet9        # on a GPU; beside devinterp where that is installed
+python -m benchmarks.run 14m 410m 2.8b resnet9 scores # on a GPU; beside devinterp where that is installed
+python -m benchmarks.run 410m --ways "jostle compiled" --profile   # and which kernels take how long
 python -m benchmarks.run small --check FILE           # fail where a ratio stays below half of the record's
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import chains, language, small, vision
+from benchmarks import chains, language, scores_memory, small, vision
 from benchmarks.environment import environment, write_record
 
 REGRESSION = 2.0
@@ -72,10 +73,11 @@ def unmatched(measured: Mapping[str, Any], record: Mapping[str, Any]) -> list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time every workload in each way of doing it.")
-    parser.add_argument("workloads", nargs="+", choices=["small", "chains", "resnet9", *language.SHAPES])
+    parser.add_argument("workloads", nargs="+", choices=["small", "chains", "resnet9", "scores", *language.SHAPES])
     parser.add_argument("--ways", nargs="+", help=f"some of: {'; '.join(language.WAYS)}")
     parser.add_argument("--record", type=Path, help="where to write the numbers, with hardware, versions and commit")
     parser.add_argument("--check", type=Path, help="a record to compare the ratios of 'small' with")
+    parser.add_argument("--profile", action="store_true", help="language models: print what each kernel takes")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="    %(message)s", force=True)
@@ -97,13 +99,16 @@ def main() -> None:
             record["workloads"][name] = run_small(small.RATIOS, before)
         elif name == "chains":
             record["workloads"][name] = chains.bench()
+        elif name == "scores":
+            record["workloads"][name] = scores_memory.bench()
         elif name == "resnet9":
             record["workloads"][name] = vision.bench(1e12 * record["matmul_peak_tflops"], arguments.ways or vision.WAYS)
         else:
             fewer, more = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
             peak = 1e12 * record["matmul_peak_tflops"]
             table = record["workloads"][name] = {}
-            language.bench(name, peak, arguments.ways or language.WAYS, fewer, more, table, save)
+            ways = arguments.ways or language.WAYS
+            language.bench(name, peak, ways, fewer, more, table, save, arguments.profile)
         if "matmul_peak_tflops" in record:  # of each, since another call may add others to the record
             kept = {"matmul_peak_tflops": record["matmul_peak_tflops"], **environment()}
             about = {key: kept[key] for key in ("date", "commit", "matmul_peak_tflops")}

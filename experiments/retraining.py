@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -284,8 +285,12 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
             made: {"seconds": seconds, **{key: value for key, value in given.provenance.items() if key in KEPT}}
             for made, given in scores.items()
         }
-        for bank_name, bank in setting.banks.items():
-            report = compare(bank, scores, controls=False, bootstrap=BOOTSTRAP)
+        with ThreadPoolExecutor() as pool:  # sorting and products let go of the interpreter
+            reports = pool.map(
+                lambda bank, scores=scores: compare(bank, scores, controls=False, bootstrap=BOOTSTRAP),
+                setting.banks.values(),
+            )
+        for bank_name, report in zip(setting.banks, reports, strict=True):
             record.keep(setting.name, bank_name, report, about)
             for row in report.rows:
                 took = about[row.method]["seconds"]

@@ -254,32 +254,32 @@ def measure(
             kept["baselines"][name] = lds(bank, scores).to_dict() | {"seconds": seconds}
             print(f"  {name}: {kept['baselines'][name]['value']:.3f}", flush=True)
             record.write()
-    for name, options in rows_of(paper, kept["calibration"], batch_size, draws).items():
+    table = rows_of(paper, kept["calibration"], batch_size, draws)
+    for seed, (name, options) in itertools.product(range(seeds), table.items()):  # if time runs out, all rows have some
+        if seed >= other_seeds and name.removesuffix(", calibrated") in RULES.values():
+            continue  # few seeds tell which rule is best; more of them are for the claims
         # Draws without a gradient are read in two ways; they are taken once.
         readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
         rows = {read: kept["rows"].setdefault(read, {"settings": options, "seeds": {}}) for read in readings}
-        # Few seeds tell which rule is best; more of them are for the claims.
-        few = name.removesuffix(", calibrated") in RULES.values()
-        for seed in range(other_seeds if few else seeds):
-            if all(str(seed) in row["seeds"] for row in rows.values()):
-                continue
-            key = f"{setting.name}: {name}, seed {seed}, CPU"
-            started = time.process_time()
-            try:
-                run, _ = setting.sample(f"{name}, seed {seed}", {**options, "seed": seed}, work, budget)
-            except (jostle.ChainsFailedError, jostle.InputError) as error:  # what a rule cannot do is a result
-                for row in rows.values():
-                    row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
-                continue
-            finally:
-                record.add_seconds(key, time.process_time() - started)
-                record.write()
-            spent = record.content["seconds"].pop(key)["seconds"]  # in all, where the run was interrupted
-            for read, kappa in readings.items():
-                found = measured(run, bank, sampled, kappa) | {"cpu_seconds": spent}
-                rows[read]["seeds"][str(seed)] = found
-                print(f"  {read}, seed {seed}: {found}", flush=True)
+        if all(str(seed) in row["seeds"] for row in rows.values()):
+            continue
+        key = f"{setting.name}: {name}, seed {seed}, CPU"
+        started = time.process_time()
+        try:
+            run, _ = setting.sample(f"{name}, seed {seed}", {**options, "seed": seed}, work, budget)
+        except (jostle.ChainsFailedError, jostle.InputError) as error:  # what a rule cannot do is a result
+            for row in rows.values():
+                row["seeds"][str(seed)] = {"fault": f"{type(error).__name__}: {str(error)[:300]}"}
+            continue
+        finally:
+            record.add_seconds(key, time.process_time() - started)
             record.write()
+        spent = record.content["seconds"].pop(key)["seconds"]  # in all, where the run was interrupted
+        for read, kappa in readings.items():
+            found = measured(run, bank, sampled, kappa) | {"cpu_seconds": spent}
+            rows[read]["seeds"][str(seed)] = found
+            print(f"  {read}, seed {seed}: {found}", flush=True)
+        record.write()
     kept["summary"] = summary(kept)
     record.write()
 
