@@ -403,10 +403,15 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
 
 
 def shown_methods(measured: Mapping[str, Any]) -> list[str]:
-    """What a figure has room for: all but the dampings that were only tried."""
+    """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice."""
     first = next(iter(measured.values()))["methods"]
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
-    return [name for name in first if name not in tried and ", seed" not in name and "sweep" not in name]
+    twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
+    left_out = (", seed", "sweep", "covariance", READ)
+    return [
+        name for name in first
+        if name in twice or (name not in tried and not any(part in name for part in left_out))
+    ]  # fmt: skip
 
 
 def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
@@ -418,8 +423,8 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     settings = list(measured.values())
     banks = list(settings[0])
     methods = [*shown_methods(settings[0]), "EK-FAC, best damping"]
-    figure = Figure(figsize=(15, 5.5), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.8])
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
     styles = ["-", "--", ":"]
     for index, name in enumerate(methods):
         rows = []
@@ -458,7 +463,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     panels[2].set_xscale("log")
     panels[2].xaxis.set_minor_formatter(NullFormatter())
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
