@@ -96,3 +96,16 @@ def test_language_model_with_ragged_sequences(keep: str) -> None:
     scores = run.influence(normalize=True)
     # The queries are training sequences 1 and 2.
     np.testing.assert_allclose([scores.values[1, 0], scores.values[2, 1]], -1, rtol=1e-4)
+
+
+def test_gradients_of_convolutions_are_taken_together(caplog: pytest.LogCaptureFixture) -> None:
+    # Their products are rounded to TF32 unless one says otherwise; that alone is no reason to take them one by one.
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3), torch.nn.GELU(), torch.nn.Conv2d(32, 64, 3), torch.nn.GELU(), torch.nn.Flatten(),
+        torch.nn.Linear(64 * 12 * 12, 10),
+    ).cuda()  # fmt: skip
+    images = torch.randn(40, 3, 16, 16), torch.randint(10, (40,))
+    with caplog.at_level("INFO", logger="jostle"):
+        jostle.attributors.gradient_similarity(model, images, images)
+    assert "one by one" not in caplog.text

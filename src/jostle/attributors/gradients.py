@@ -50,8 +50,8 @@ def gradient_similarity(
 ) -> Scores:
     """Score every training example on every query by the similarity of their gradients at w*; negative helps.
 
-    Exact: no projection, no approximation. Gradients are never all held at once: those of as many queries as fit the
-    buffer are, and those of the training examples pass by.
+    Exact: no projection, no approximation. Gradients are never all held at once: of one side as many as fit the buffer
+    are, and those of the other side pass by; which is which is chosen so that the fewest are computed again.
 
     Args:
         model: the trained model, at w*.
@@ -72,13 +72,19 @@ def gradient_similarity(
         }
         gradients = PerExample(in_place, loss, buffer_bytes)
         row_bytes = moving.total * moving.dtype.itemsize
-        block = max(1, min(len(sets["query"]), int(buffer_bytes / row_bytes) - gradients.at_once))
+        block = max(1, int(buffer_bytes / row_bytes) - gradients.at_once)
+
+        def passes(held: str, passing: str) -> int:
+            return len(sets[held]) + -(-len(sets[held]) // block) * len(sets[passing])
+
         values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
-        for start in range(0, len(sets["query"]), block):
-            columns = range(start, min(start + block, len(sets["query"])))
-            held = torch.cat([part for _, part in gradients(sets["query"], columns, cosine)])
-            for rows, part in gradients(sets["train"], range(len(sets["train"])), cosine):
-                values[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
+        kept, passing = min((("query", "train"), ("train", "query")), key=lambda names: passes(*names))
+        table = values.T if kept == "train" else values  # of those that pass by those that are held
+        for start in range(0, len(sets[kept]), block):
+            columns = range(start, min(start + block, len(sets[kept])))
+            held = torch.cat([part for _, part in gradients(sets[kept], columns, cosine)])
+            for rows, part in gradients(sets[passing], range(len(sets[passing])), cosine):
+                table[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
         fingerprints = {name: data.fingerprint() for name, data in sets.items()}
     return Scores(
         values=values,
@@ -149,6 +155,7 @@ class PerExample:
         if first is not None:  # believed after one look
             self._mapped = bool((rows[:1] - first).norm() <= self._model.tolerance * first.norm())
             if not self._mapped:
+                log.info("gradients are taken one by one (several at once give other numbers)")
                 return self._one_by_one(data, chosen)
         return rows
 
