@@ -6,8 +6,9 @@ Three small models on which the defaults of `jostle.calibrate` were not fixed (t
 regression with a network, a classifier with three hidden layers on digits that are not there, and a language model of
 characters that is fine-tuned. For each, `jostle sweep` samples a grid of n_beta, localization and step size, and a bank
 of retrainings picks its best cell by the LDS; `jostle.calibrate` sees no bank. Both settings are then sampled with five
-seeds that neither has seen, and scored on a fresh bank. The same rule, chains and draws everywhere. Costs are seconds
-of this process on a CPU, whatever else the machine does. Called again it goes on where it stood.
+seeds that neither has seen, and scored on a fresh bank. Chains and draws are the same everywhere; the rule is
+`LeimkuhlerMatthews` in the sweep, and what calibration takes by default in its own run. Costs are seconds of this
+process on a CPU, whatever else the machine does. Called again it goes on where it stood.
 """
 
 from __future__ import annotations
@@ -149,12 +150,13 @@ def measure(
         kept["calibration"] = {
             "n_beta": chosen.posterior.n_beta, "localization": chosen.posterior.localization,
             "step_size": vars(chosen.sampler)["step_size"], "burn_in": chosen.burn_in, "thin": chosen.thin,
+            "sampler": next(name for name, rule in requests.SAMPLERS.items() if rule is type(chosen.sampler)),
             **chosen.to_dict(),
         }  # fmt: skip
         record.write()
     settings = {
-        "best cell": {**kept["sweep"]["best"], "thin": THIN},
-        "calibrated": {key: kept["calibration"][key] for key in (*AXES, "thin")},
+        "best cell": {**kept["sweep"]["best"], "thin": THIN, "sampler": "leimkuhler-matthews"},
+        "calibrated": {key: kept["calibration"][key] for key in (*AXES, "thin", "sampler")},
     }
     judged = kept.setdefault("judged", {})
     for seed in range(1, seeds + 1):  # 0 is the one with which settings were chosen
@@ -165,7 +167,8 @@ def measure(
                 run = jostle.attribute(
                     model, problem.train, problem.query, loss=problem.loss, chains=CHAINS, draws=draws, seed=seed,
                     posterior=jostle.Posterior(n_beta=options["n_beta"], localization=options["localization"]),
-                    sampler=jostle.LeimkuhlerMatthews(step_size=options["step_size"]), batch_size=batch_size,
+                    sampler=requests.SAMPLERS[options["sampler"]](step_size=options["step_size"]),
+                    batch_size=batch_size,
                     burn_in=int(options["burn_in"]), thin=options["thin"], progress=False,
                 )  # fmt: skip
             judged[which][str(seed)] = judge(banks[1], run)

@@ -37,7 +37,7 @@ from jostle.scores import Scores
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""
 
-DEFAULT_RULE = "leimkuhler-matthews"
+DEFAULT_RULE = "baoab"
 CALIBRATED = ("n_beta", "localization", "step_size", "burn_in", "thin")
 READ_AT = 10.0
 """The κ at which runs are read besides (`jostle.conditioning`); fixed in `experiments.reading`, on other models and for

@@ -1,13 +1,15 @@
 """All samplers side by side: how many draws are effective, and what the scores are worth at equal cost.
 
     python -m experiments.samplers --only linear --work work --figure experiments/records/samplers.png
+    python -m experiments.samplers --only "mlp,diabetes (unseen)" --other-seeds 0 --work work
     python -m experiments.samplers --only cifar10 --work work --cifar10 "--data cifar-10-batches-bin --retrain 0.5"
     python -m experiments.samplers --only stories --work work --stories "--model stories15M --wikipedia articles.jsonl"
 
 On a linear regression (diabetes data; retraining on a subset is solved for, so that the truth is exact), on CIFAR-10
 with ResNet-9 and on a language model that is fine-tuned. The last two are those of `experiments.cifar10_retraining` and
 `experiments.language_retraining`: the words given for them are those scripts' own arguments, and with the same --work
-their models and banks are used.
+their models and banks are used. Besides, on the small models of `experiments.resolution` and `experiments.calibration`
+("unseen"). --other-seeds 0 leaves out rules that are neither reference nor default.
 
 The reference is the paper's own setting, 4 chains of 100 consecutive draws, by SGLD and by devinterp's RMSprop variant.
 Every rule is sampled at the posterior that `jostle.calibrate` chooses; "default" takes its steps between draws by
@@ -26,7 +28,7 @@ import itertools
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ from benchmarks.environment import environment
 from torch import nn
 
 import jostle
-from experiments import calibration, cifar10_retraining, language_retraining
+from experiments import calibration, cifar10_retraining, language_retraining, resolution
+from experiments.resolution import Problem, Trainer, halves
 from experiments.retraining import (
+    DEFAULT_RULE,
     READ,
     READ_AT,
     RECORDS,
@@ -64,13 +68,12 @@ BACKWARD = 2
 """A backward pass takes about as long as so many forward ones."""
 
 RULES = {
-    "leimkuhler-matthews": "LeimkuhlerMatthews", "sgld": "SGLD", "rmsprop": "RMSpropSGLD",
-    "ornstein-uhlenbeck": "OrnsteinUhlenbeck", "baoab": "BAOAB", "sgnht": "SGNHT",
+    "baoab": "BAOAB", "leimkuhler-matthews": "LeimkuhlerMatthews", "sgld": "SGLD", "rmsprop": "RMSpropSGLD",
+    "ornstein-uhlenbeck": "OrnsteinUhlenbeck", "sgnht": "SGNHT",
 }  # fmt: skip
-DEFAULT, CONTROL = "default: LeimkuhlerMatthews, thin auto", "Gaussian: no gradient"
+DEFAULT, OVERDAMPED, CONTROL = "default: BAOAB, thin auto", "LeimkuhlerMatthews, thin auto", "Gaussian: no gradient"
 CONTROLS = (CONTROL, f"{CONTROL}, paper's localization")
-UNDERDAMPED = "BAOAB, thin auto"
-CANDIDATES = (DEFAULT, UNDERDAMPED, f"{CONTROL}{READ}")
+CANDIDATES = (DEFAULT, OVERDAMPED, f"{CONTROL}{READ}")
 """What might be the default: each is compared with the reference, the controls and gradients."""
 REFERENCES = {"paper: SGLD": "sgld", "paper: RMSprop-SGLD": "rmsprop-devinterp"}
 DECAY = 0.01
@@ -107,13 +110,27 @@ def linear(work: Path, record: Record, budget: Budget, *, train: int = 300, subs
     )  # fmt: skip
 
 
+def small(make: Callable[[], Problem], name: str, work: Path) -> Setting:
+    """A small model that is trained here, and its bank of retrainings on halves."""
+    problem = make()
+    trainer = Trainer(problem)
+    bank = trainer.bank(work / "bank", halves(len(Data(problem.train, "train"))))
+    return Setting(name, trainer.model(), problem.train, problem.query, problem.loss, {"0.5": bank}, {})
+
+
+SMALL = {**resolution.PROBLEMS, **{f"{name} (unseen)": make for name, make in calibration.PROBLEMS.items()}}
+
+
 def settings_of(
     name: str, arguments: argparse.Namespace, record: Record, budget: Budget
 ) -> Iterator[tuple[Setting, Mapping[str, Any], int]]:
     """What there is to measure, the paper's hyperparameters for it, and the size of a minibatch for the other rows."""
-    work = arguments.work / name
+    work = arguments.work / name.replace(" ", "_")
     if name == "linear":
         yield linear(work, record, budget), PRESETS["retraining-resnet"], 100
+        return
+    if name in SMALL:
+        yield small(SMALL[name], name, work), PRESETS["retraining-resnet"], SMALL[name]().sampling_batch_size
         return
     words = shlex.split(getattr(arguments, name) or "")
     words = words if "--work" in words else [*words, "--work", str(work)]
@@ -131,13 +148,14 @@ def settings_of(
 
 
 def calibrated(
-    setting: Setting, batch_size: int, kept: dict[str, Any], budget: Budget, save: Callable[[], None]
-) -> None:
+    setting: Setting, rules: Iterable[str], batch_size: int, kept: dict[str, Any], budget: Budget,
+    save: Callable[[], None],
+) -> None:  # fmt: skip
     """Hyperparameters for every rule, at one posterior: that of the first, which is the default."""
-    for rule in RULES:
+    for rule in rules:
         if rule in kept:
             continue
-        first = kept.get("leimkuhler-matthews", {})
+        first = kept.get(DEFAULT_RULE, {})
         try:
             kept[rule] = setting.calibrate(
                 rule, batch_size, budget, **{name: first[name] for name in ("localization", "n_beta") if name in first}
@@ -160,16 +178,16 @@ def rows_of(
             "sampler": rule, "chains": CHAINS, "draws": draws, "batch_size": batch_size,
             **{key: found[rule][key] for key in keys},
         }
-        for rule in RULES if "fault" not in found[rule]
+        for rule in RULES if "fault" not in found.get(rule, {"fault": "not asked for"})
     }  # fmt: skip
     blind = {"sampler": "gaussian", "n_beta": 0.0, "chains": CHAINS, "draws": DRAWS, "burn_in": 1, "thin": 1}
-    default = rules.get("LeimkuhlerMatthews, calibrated")
+    for rule, automatic in ((RULES[DEFAULT_RULE], DEFAULT), ("LeimkuhlerMatthews", OVERDAMPED)):
+        if f"{rule}, calibrated" in rules:
+            rows[automatic] = {**rules[f"{rule}, calibrated"], "draws": DRAWS, "thin": "auto"}
+    default = rows.get(DEFAULT)
     if default is not None:
-        rows[DEFAULT] = {**default, "draws": DRAWS, "thin": "auto"}
         rows[CONTROL] = {**blind, "localization": default["localization"]}
     rows[CONTROLS[1]] = {**blind, "localization": paper["localization"]}
-    if "BAOAB, calibrated" in rules:
-        rows[UNDERDAMPED] = {**rules["BAOAB, calibrated"], "draws": DRAWS, "thin": "auto"}
     rows |= rules
     if "SGLD, calibrated" in rules:
         rows["SGLD, calibrated, thin 1"] = {**rules["SGLD, calibrated"], "draws": DRAWS, "thin": 1}
@@ -243,7 +261,8 @@ def measure(
         "environment": environment(), "train": bank.about["train"], "queries": bank.about["queries"],
         "sampling_data": sampled, "bank": bank.summary()["text"], "batch_size": batch_size,
     }  # fmt: skip
-    calibrated(setting, batch_size, kept["calibration"], budget, record.write)
+    rules = RULES if other_seeds else [rule for rule in RULES if rule in (DEFAULT_RULE, "leimkuhler-matthews")]
+    calibrated(setting, rules, batch_size, kept["calibration"], budget, record.write)
     baselines = dataclasses.replace(setting, methods=("gradients",), bif={})
     for name, job in baselines.jobs(work, budget).items():
         if name not in kept["baselines"]:
@@ -256,7 +275,7 @@ def measure(
             record.write()
     table = rows_of(paper, kept["calibration"], batch_size, draws)
     for seed, (name, options) in itertools.product(range(seeds), table.items()):  # if time runs out, all rows have some
-        if seed >= other_seeds and name.removesuffix(", calibrated") in RULES.values():
+        if seed >= other_seeds and name.startswith(tuple(f"{rule}, calibrated" for rule in RULES.values())):
             continue  # few seeds tell which rule is best; more of them are for the claims
         # Draws without a gradient are read in two ways; they are taken once.
         readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
@@ -418,7 +437,9 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="All samplers on three models, at equal cost.")
-    parser.add_argument("--only", default="linear", help="linear,cifar10,stories")
+    parser.add_argument(
+        "--only", default="linear", help=f"some of: {','.join(['linear', 'cifar10', 'stories', *SMALL])}"
+    )
     parser.add_argument("--cifar10", metavar="WORDS", help="arguments of experiments.cifar10_retraining")
     parser.add_argument("--stories", metavar="WORDS", help="arguments of experiments.language_retraining")
     parser.add_argument("--work", type=Path, required=True, help="banks and runs")

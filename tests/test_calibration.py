@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jostle.calibration import (
     standard_error,
 )
 from jostle.data.datasets import Data
+from jostle.diagnose.measures import memory_in_steps
 from jostle.models.functional import FunctionalModel
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Potential
@@ -154,6 +156,17 @@ def test_memory_is_the_time_in_which_the_pull_forgets() -> None:
         for _ in range(steps):
             w, statistics = step(sampler, w, statistics, torch.zeros_like(w), 0.0, pull)
         assert w.item() == pytest.approx(math.exp(-1), rel=0.06)
+
+
+def test_diagnostics_know_how_long_a_rule_remembers() -> None:
+    pull = 300.0
+    for name in ("sgld", "leimkuhler-matthews", "ornstein-uhlenbeck", "baoab"):
+        sampler = dataclasses.replace(RULES[name], step_size=1e-5)
+        config = {
+            "posterior": {"localization": pull, "prior_precision": 0.0},
+            "sampler": {"name": type(sampler).__name__, **dataclasses.asdict(sampler)},
+        }
+        assert memory_in_steps(config) == pytest.approx(memory(sampler, pull))
 
 
 @pytest.mark.parametrize("name", ["leimkuhler-matthews", "baoab"])

@@ -98,7 +98,7 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer
 def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "DRAWS", 20)
-    monkeypatch.setattr(samplers, "RULES", {"leimkuhler-matthews": "LeimkuhlerMatthews"})
+    monkeypatch.setattr(samplers, "RULES", {"baoab": "BAOAB"})
     record = Record(tmp_path / "record.json", {})
     setting = samplers.linear(tmp_path, record, Budget(10), train=60, subsets=30)
     # Ridge regression on a subset, by hand.
@@ -116,7 +116,7 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     assert list(table) == [
         "paper: SGLD", "paper: RMSprop-SGLD", samplers.DEFAULT,
         *(f"{name}{how}" for name in samplers.CONTROLS for how in ("", samplers.READ)),
-        "LeimkuhlerMatthews, calibrated",
+        "BAOAB, calibrated",
     ]  # fmt: skip
     bank = setting.banks["0.5"]
     run = jostle.load(tmp_path / "work" / "linear_regression" / "runs" / "paper__SGLD__seed_1")
@@ -128,7 +128,7 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     # 20 observations of 60 + 142 examples pay for as many draws that take a gradient of 60 each, 180 passes.
     assert one[samplers.PASSES]["draws"] == (20 * 202 + 180) // (202 + 180)
     assert kept["rows"][samplers.CONTROL]["seeds"]["0"][samplers.PASSES]["draws"] == 20
-    assert table["LeimkuhlerMatthews, calibrated"][samplers.ALL]["correlation"] is None  # it has half of these draws
+    assert table["BAOAB, calibrated"][samplers.ALL]["correlation"] is None  # it has half of these draws
     assert kept["baselines"]["exact influence"]["value"] > kept["baselines"]["GradSim"]["value"] + 0.1
     values = [kept["rows"][samplers.DEFAULT]["seeds"][seed][samplers.ALL]["correlation"] for seed in "01"]
     control = max((table[name][samplers.ALL]["correlation"] for name in samplers.CONTROLS), key=lambda one: one["mean"])

@@ -372,7 +372,7 @@ def calibrate(
         loss: what is recorded.
         potential_loss: what drives the chain, where it differs.
         weights: which weights move (see `jostle.Posterior`).
-        sampler: the rule; its step size is replaced. Default: `jostle.LeimkuhlerMatthews`.
+        sampler: the rule; its step size is replaced. Default: `jostle.BAOAB`.
         rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*.
         kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient.
         localization: γ, where it is given; then no rise is aimed at.
@@ -396,7 +396,7 @@ def calibrate(
         require_positive("localization", localization)
     require_whole("batch_size", batch_size, at_least=1)
     loss = loss or classification_loss()
-    sampler = sampler or LeimkuhlerMatthews(step_size=1.0)
+    sampler = sampler or BAOAB(step_size=1.0)
     chosen: list[Choice] = []
 
     def note(name: str, value: float | str, reason: str) -> None:

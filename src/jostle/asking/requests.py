@@ -223,9 +223,9 @@ def calibrated(
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
     _settings(request)
     task = task_of(request)
-    # Without its step the default costs what SGLD costs, and its covariance has no error of the step.
+    # Its covariance has no error of the step either, and it forgets in a fifth of the steps (docs/samplers.md).
     named = "sampler" in given or isinstance(request["sampler"], dict)
-    sampler = sampler_of(request if named else request | {"sampler": "leimkuhler-matthews"})
+    sampler = sampler_of(request if named else request | {"sampler": "baoab"})
     options = {name: task.options[name] for name in ("potential_loss", "collate") if name in task.options}
     sampling_data = task.options.get("sampling_data", task.sampling_data)
     chosen = calibrate(

@@ -264,11 +264,20 @@ def last_step(config: Mapping[str, Any]) -> int:
 
 
 def memory_in_steps(config: Mapping[str, Any]) -> float | None:
-    """2/(εγ): the steps in which SGLD forgets where the localization alone holds it; None for rules that differ."""
+    """In how many steps a chain forgets where the localization γ alone holds it; None for rules that differ.
+
+    2/(εγ) for SGLD and its like, 1/√(εγ) with momentum and its critical friction.
+    """
     posterior, sampler = config["posterior"], config["sampler"]
     pull = posterior["localization"] + posterior["prior_precision"]
-    alike = sampler["name"] in ("SGLD", "LeimkuhlerMatthews", "OrnsteinUhlenbeck")
-    return 2 / (sampler["step_size"] * pull) if alike and pull else None
+    if not pull:
+        return None
+    if sampler["name"] in ("SGLD", "LeimkuhlerMatthews", "OrnsteinUhlenbeck"):
+        return 2 / (sampler["step_size"] * pull)
+    if sampler["name"] in ("BAOAB", "SGNHT"):
+        # More friction slows it down in proportion, and so does less: then it swings.
+        return max(sampler["friction"], 1 / sampler["friction"]) / math.sqrt(sampler["step_size"] * pull)
+    return None
 
 
 def _plain(value: Any) -> float | None:
