@@ -327,13 +327,16 @@ def _step_of(sampler: Any) -> float:
 
 
 def memory(sampler: Sampler, pull: float) -> float:
-    """In how many steps a direction that nothing but the pull holds forgets: 2/(εκ), with momentum 1/√(εκ)."""
+    """In how many steps a direction that nothing but the pull holds forgets: 2/(εκ), with momentum 2/√(εκ).
+
+    The sum of its autocorrelations to one side: with momentum and critical friction these are (1 + t√κ)·e^(−t√κ).
+    """
     if isinstance(sampler, Gaussian):
         return 1.0
     step = _step_of(sampler)
     if isinstance(sampler, RMSpropSGLD):
         step = step / sampler.stabilizer
-    return max(1.0, 1 / math.sqrt(step * pull) if isinstance(sampler, BAOAB | SGNHT) else 2 / (step * pull))
+    return max(1.0, 2 / math.sqrt(step * pull) if isinstance(sampler, BAOAB | SGNHT) else 2 / (step * pull))
 
 
 def calibrate(

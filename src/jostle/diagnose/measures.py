@@ -266,7 +266,7 @@ def last_step(config: Mapping[str, Any]) -> int:
 def memory_in_steps(config: Mapping[str, Any]) -> float | None:
     """In how many steps a chain forgets where the localization γ alone holds it; None for rules that differ.
 
-    2/(εγ) for SGLD and its like, 1/√(εγ) with momentum and its critical friction.
+    2/(εγ) for SGLD and its like, 2/√(εγ) with momentum and its critical friction.
     """
     posterior, sampler = config["posterior"], config["sampler"]
     pull = posterior["localization"] + posterior["prior_precision"]
@@ -276,7 +276,7 @@ def memory_in_steps(config: Mapping[str, Any]) -> float | None:
         return 2 / (sampler["step_size"] * pull)
     if sampler["name"] in ("BAOAB", "SGNHT"):
         # More friction slows it down in proportion, and so does less: then it swings.
-        return max(sampler["friction"], 1 / sampler["friction"]) / math.sqrt(sampler["step_size"] * pull)
+        return 2 * max(sampler["friction"], 1 / sampler["friction"]) / math.sqrt(sampler["step_size"] * pull)
     return None
 
 

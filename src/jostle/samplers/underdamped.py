@@ -25,7 +25,7 @@ class BAOAB(Rule):
     On a quadratic potential with Hessian A and exact gradients the weights' stationary covariance is A⁻¹ at every
     stable step (εA < 4) and any friction. A direction of curvature a forgets at a rate that is best near Γ = 2√a. So
     friction 1, the default, is critical for the directions that nothing but the pull holds, which are the slowest ones;
-    these then forget in about 1/√(ε(γ + λ)) steps instead of SGLD's 2/(ε(γ + λ)). At high friction the rule is
+    these then forget in about 2/√(ε(γ + λ)) steps instead of SGLD's 2/(ε(γ + λ)). At high friction the rule is
     `LeimkuhlerMatthews` with the same ε.
 
     The noise of minibatches heats it, and the more the lower the friction is: `SGNHT` measures and absorbs that heat.
