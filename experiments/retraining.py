@@ -366,8 +366,9 @@ def fill(
 ) -> Bank:
     """Fill a bank on this device, one retraining after another, until it is full or the time is over.
 
-    Models of this size keep a GPU busy with one batch; more of them side by side (vmap, grouped convolutions) would
-    only share it.
+    A model is measured before the next one is trained, so that ``train_function`` may return the same one each time.
+    Small models do not keep a GPU busy: what a step costs is mostly launching its kernels, which a CUDA graph saves;
+    several models side by side would share that cost too, and are not tried here.
     """
     measure = Measure(query, loss, {}, None, batch_size)
     bank = Bank.create(directory, subsets, queries=len(query[0] if isinstance(query, tuple) else query),

@@ -96,3 +96,28 @@ def test_language_model_with_ragged_sequences(keep: str) -> None:
     scores = run.influence(normalize=True)
     # The queries are training sequences 1 and 2.
     np.testing.assert_allclose([scores.values[1, 0], scores.values[2, 1]], -1, rtol=1e-4)
+
+
+def test_a_recorded_fine_tuning_is_the_plain_one() -> None:
+    from architectures import VOCABULARY, tiny
+    from experiments.language_retraining import FineTuner
+
+    from jostle.data.datasets import Data
+
+    rows = np.random.default_rng(0).integers(3, VOCABULARY, (19, 12)).tolist()
+    data = Data(rows, "train", device=torch.device("cuda"))
+    recipe: dict[str, Any] = {"learning_rate": 3e-3, "batch_size": 4, "weight_decay": 0.01}
+    pretrained = tiny("llama", "sdpa").cuda()
+    recorded, plain = (FineTuner(pretrained, data, **recipe) for _ in range(2))
+    plain._to_be_recorded = False
+
+    def moved(tuner: FineTuner, indices: np.ndarray, seed: int) -> torch.Tensor:
+        pairs = zip(tuner(indices, seed).parameters(), pretrained.parameters(), strict=True)
+        return torch.cat([(after - before).detach().flatten() for after, before in pairs])
+
+    for indices, seed in ((np.arange(19), 0), (np.arange(8), 1), (np.arange(19), 0)):  # of 19, the last 3 are a rest
+        ours, theirs = moved(recorded, indices, seed), moved(plain, indices, seed)
+        assert theirs.abs().mean() > 1e-4
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert recorded.graph is not None
+    assert plain.graph is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from experiments import calibration, cifar10_retraining, language_retraining, reading, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
@@ -15,6 +18,7 @@ from torch import nn
 import jostle
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
+from jostle.models.functional import sample_means
 from test_evaluate import QUERY_SET, TRAIN_SET, fit
 
 BIF = {"n_beta": 40.0, "localization": 2.0, "step_size": 0.02, "chains": 2, "thin": 5, "batch_size": 40}
@@ -93,6 +97,57 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
         assert about["localization"] == made.config["posterior"]["localization"]
         assert made.draws == 2
         assert about["failed_chains"] == 0
+
+
+def fine_tuned(
+    pretrained: nn.Module, data: Data, indices: np.ndarray, seed: int, *,
+    learning_rate: float, batch_size: int, weight_decay: float, epochs: int,
+) -> nn.Module:  # fmt: skip
+    """The naive way: a new model and a new optimizer each time."""
+    model = copy.deepcopy(pretrained).train()
+    loss = jostle.losses.next_token()
+    generator = np.random.default_rng(seed)
+    cuts = range(batch_size, len(indices), batch_size)
+    batches = [batch for _ in range(epochs) for batch in np.split(generator.permutation(indices), cuts)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
+    for chosen in batches:
+        batch = data.batch(chosen)
+        sample_means(loss(model, batch), loss, batch).mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([value.detach().flatten().clone() for value in model.parameters()])
+
+
+def test_one_working_model_is_fine_tuned_as_a_new_one_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    from architectures import VOCABULARY, tiny
+
+    pretrained = tiny("llama", "sdpa")
+    before = weights_of(pretrained)
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(3, VOCABULARY, length).tolist() for length in [12] * 9 + [7]]
+    data = Data(rows, "train")
+    recipe: dict[str, Any] = {"learning_rate": 3e-3, "batch_size": 4, "weight_decay": 0.01, "epochs": 2}
+    tuner = language_retraining.FineTuner(pretrained, data, **recipe)
+    calls = [(np.arange(10), 0), (np.arange(4, 8), 1), (np.arange(10), 0)]
+    expected = [weights_of(fine_tuned(pretrained, data, *call, **recipe)) for call in calls]
+    assert (expected[0] - before).abs().mean() > 1e-3
+    for call, truth in zip(calls, expected, strict=True):
+        model = tuner(*call)
+        assert not model.training
+        torch.testing.assert_close(weights_of(model), truth, atol=2e-6, rtol=1e-5)
+    assert torch.equal(weights_of(pretrained), before)
+
+    # What cannot be recorded is said, and taken step by step.
+    tuner._to_be_recorded = not torch.cuda.is_available()
+    torch.testing.assert_close(weights_of(tuner(*calls[1])), expected[1], atol=2e-6, rtol=1e-5)
+    if not torch.cuda.is_available():
+        assert capsys.readouterr().out.count("steps are not recorded as a CUDA graph") == 1
 
 
 @pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer
