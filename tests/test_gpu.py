@@ -99,9 +99,9 @@ def test_language_model_with_ragged_sequences(keep: str) -> None:
 
 
 def test_a_recorded_fine_tuning_is_the_plain_one() -> None:
-    from architectures import VOCABULARY, tiny
     from experiments.language_retraining import FineTuner
 
+    from architectures import VOCABULARY, tiny
     from jostle.data.datasets import Data
 
     rows = np.random.default_rng(0).integers(3, VOCABULARY, (19, 12)).tolist()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments import calibration, cifar10_retraining, language_retraining, reading, samplers
+from experiments import calibration, cifar10_retraining, kept, language_retraining, reading, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
 
@@ -19,6 +19,7 @@ import jostle
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.models.functional import sample_means
+from jostle.traces.store import SequenceLosses
 from test_evaluate import QUERY_SET, TRAIN_SET, fit
 
 BIF = {"n_beta": 40.0, "localization": 2.0, "step_size": 0.02, "chains": 2, "thin": 5, "batch_size": 40}
@@ -148,6 +149,70 @@ def test_one_working_model_is_fine_tuned_as_a_new_one_each_time(capsys: pytest.C
     torch.testing.assert_close(weights_of(tuner(*calls[1])), expected[1], atol=2e-6, rtol=1e-5)
     if not torch.cuda.is_available():
         assert capsys.readouterr().out.count("steps are not recorded as a CUDA graph") == 1
+
+
+def test_steps_lose_less_than_a_thousandth_of_a_standard_deviation() -> None:
+    """Whatever is far from 0, tiny, huge, has one draw far off, or does not move at all."""
+    values = np.random.default_rng(0).normal(size=(4, 500, 5)) * [1, 1e-7, 1e5, 1, 0] + [100, 0, -1e6, 0, 3]
+    values[2, 7, 3] = 1e6
+    number, middle, step = kept.in_steps(values)
+    assert number.dtype == np.int16
+    lost = middle.astype(np.float64) + step.astype(np.float64) * number - values
+    assert (np.ptp(lost, axis=(0, 1)) <= 1e-3 * values.std((0, 1))).all()
+    assert (np.abs(lost).max((0, 1)) <= 1e-3 * values.std((0, 1)) + 1e-7 * np.abs(values).max((0, 1))).all()
+    np.testing.assert_array_equal(number[:, :, 4], 0)
+
+
+def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    bank.fail(3, 1, "for a test")
+    one = Setting(**{**vars(setting(bank, 100)), "methods": ("bif",), "keep": tmp_path / "kept"})
+    monkeypatch.setattr(kept, "FILE_BYTES", 2 * 2 * 60 * 52)  # 60 of the 100 draws
+    run(one, tmp_path / "work", record, Budget(10))
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        "bank-all-0.5.npz", "all-small.npz", "all-small.1.npz",
+    }  # fmt: skip
+    there, mine = (
+        jostle.load(tmp_path / "work" / "all" / "runs" / "small"),
+        kept.read_run(tmp_path / "kept", "all-small"),
+    )
+    for part in ("train", "query"):
+        truth = there.traces.losses(part)[:]
+        np.testing.assert_array_equal(mine.center[part], there.traces.center_losses(part))
+        lost = np.abs(mine.losses[part] + mine.center[part] - truth).max((0, 1))
+        assert (lost < 1e-3 * truth.std((0, 1))).all()
+    packed = kept.KeptBank(tmp_path / "kept" / "bank-all-0.5.npz")
+    np.testing.assert_array_equal(packed.values(), bank.values())
+    np.testing.assert_array_equal(packed.subsets.members, bank.subsets.members)
+    assert packed.summary() == bank.summary()
+    for options in ({}, {"normalize": True}, {"normalize": True, "kappa": 10.0}):
+        ours, theirs = mine.influence(**options), there.influence(**options)
+        assert np.abs(ours.values - theirs.values).max() < 1e-3 * np.abs(theirs.values).max()
+        assert lds(packed, ours, bootstrap=0).value == pytest.approx(lds(bank, theirs, bootstrap=0).value, abs=2e-3)
+    with pytest.raises(jostle.InputError, match="fingerprint"):
+        lds(packed, kept.influence(*mine.losses.values(), {"train": "another"}, normalize=False))
+    (tmp_path / "kept" / "all-small.1.npz").unlink()
+    with pytest.raises(ValueError, match="60 of 100 draws"):
+        kept.read_run(tmp_path / "kept", "all-small")
+
+
+def test_of_sequences_the_mean_over_tokens_is_kept(tmp_path: Path) -> None:
+    from architectures import VOCABULARY, tiny
+
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(3, VOCABULARY, length).tolist() for length in (6, 9, 4)]
+    made = jostle.attribute(
+        tiny("llama", "sdpa"), rows, rows[:2], loss=jostle.losses.next_token(), chains=2, draws=5, progress=False,
+        posterior=jostle.Posterior(n_beta=10, localization=100), sampler=jostle.SGLD(step_size=1e-3),
+    )  # fmt: skip
+    kept.write_run(tmp_path, "one", made)
+    mine, columns = kept.read_run(tmp_path, "one"), made.traces.columns("train")
+    truth = SequenceLosses(made.traces.losses("train"), columns, "mean")[:, :, :]
+    np.testing.assert_allclose(mine.losses["train"] + mine.center["train"], truth, atol=1e-3 * truth.std((0, 1)).min())
+    first = made.traces.center_losses("train")[columns.of(1)]
+    assert mine.center["train"][1] == pytest.approx(first.mean())
+    np.testing.assert_allclose(mine.influence().values, made.influence().values, rtol=5e-3, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer

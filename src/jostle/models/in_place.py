@@ -282,6 +282,7 @@ class Graph:
             raise
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        """Replay it on other inputs of the same shapes; the result is good until the next call."""
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
         self._graph.replay()
