@@ -120,8 +120,9 @@ class Setting:
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
-        for name, bank in self.banks.items() if self.keep else ():
-            kept.write_bank(self.keep / f"{file_name(f'bank-{self.name}-{name}')}.npz", bank)
+        if self.keep:
+            for name, bank in self.banks.items():
+                kept.write_bank(self.keep / f"{file_name(f'bank-{self.name}-{name}')}.npz", bank)
 
     def jobs(self, work: Path, budget: Budget) -> dict[str, Callable[[], dict[str, Scores]]]:
         """What there is to run, by name; each gives one or several kinds of scores."""

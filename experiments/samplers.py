@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import itertools
 import math
 import shlex
@@ -213,9 +214,10 @@ def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: float = 0.0) -> d
 
 def measure(
     setting: Setting, paper: Mapping[str, Any], batch_size: int, work: Path, record: Record, budget: Budget,
-    *, draws: int = DRAWS, seeds: int = SEEDS, other_seeds: int = SEEDS,
+    *, draws: int = DRAWS, seeds: int = SEEDS, other_seeds: int = SEEDS, reference_seeds: int | None = None,
+    only: Sequence[str] = ("*",),
 ) -> None:  # fmt: skip
-    """Measure whatever the record lacks."""
+    """Measure whatever the record lacks, of the rows whose names match a pattern."""
     kept = record.content["measured"].setdefault(setting.name, {"calibration": {}, "baselines": {}, "rows": {}})
     work = work / file_name(setting.name)
     setting.keep_banks()
@@ -240,6 +242,10 @@ def measure(
     for seed, (name, options) in itertools.product(range(seeds), table.items()):  # if time runs out, all rows have some
         if seed >= other_seeds and name.removesuffix(", calibrated") in RULES.values():
             continue  # few seeds tell which rule is best; more of them are for the claims
+        if reference_seeds is not None and seed >= reference_seeds and name in REFERENCES:
+            continue
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
+            continue
         # Draws without a gradient are read in two ways; they are taken once.
         readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
         rows = {read: kept["rows"].setdefault(read, {"settings": options, "seeds": {}}) for read in readings}
@@ -412,6 +418,12 @@ def main() -> None:
     parser.add_argument(
         "--other-seeds", type=int, default=SEEDS, help="of rules that are neither reference nor default"
     )
+    parser.add_argument(
+        "--reference-seeds", type=int, help="of the references, at least 2; default: as many as of the others"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=["*"], metavar="PATTERN", help='only these, e.g. "paper*" "Gauss*"'
+    )
     add_keep(parser)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -425,6 +437,7 @@ def main() -> None:
                     dataclasses.replace(setting, keep=arguments.keep), paper, batch_size,
                     arguments.work / name / "samplers", record, budget,
                     draws=arguments.draws, seeds=arguments.seeds, other_seeds=arguments.other_seeds,
+                    reference_seeds=arguments.reference_seeds, only=arguments.rows,
                 )  # fmt: skip
     except OutOfTimeError:
         status = "out of time; the same command goes on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -257,6 +258,22 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     assert claim["standard_error"] == pytest.approx(np.hypot(abs(values[0] - values[1]) / 2, control["standard_error"]))
     # Called again, there is nothing left to do.
     samplers.measure(*arguments, Budget(-1), draws=10, seeds=2)
+    # More seeds of some rows: the references stay as they are, and claims take what there is of each.
+    keeping = (dataclasses.replace(setting, keep=tmp_path / "kept"), *arguments[1:])
+    some = ["paper*", samplers.CONTROL]
+    samplers.measure(*keeping, Budget(10), draws=10, seeds=3, reference_seeds=2, only=some)
+    more = json.loads((tmp_path / "record.json").read_text())["measured"]["linear regression"]["summary"]
+    third = [name for name, row in more["table"].items() if row["seeds"] == 3]
+    assert third == [samplers.CONTROL, f"{samplers.CONTROL}{samplers.READ}"]
+    one = more["table"][third[1]][samplers.TENTH]["covariance"]
+    references = (more["table"][name][samplers.ALL]["covariance"] for name in samplers.REFERENCES)
+    other = max(references, key=lambda one: one["mean"])
+    claim = more["claims"][third[1]]["covariance"]["a tenth against the better reference"]
+    assert claim["difference"] == pytest.approx(one["mean"] - other["mean"])
+    assert claim["standard_error"] == pytest.approx(np.hypot(one["standard_error"], other["standard_error"]))
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        "bank-linear_regression-0.5.npz", "linear_regression-Gaussian__no_gradient__seed_2.npz",
+    }  # fmt: skip
     samplers.draw({"linear regression": kept}, tmp_path / "samplers.png")
     assert (tmp_path / "samplers.png").stat().st_size > 10_000
 
