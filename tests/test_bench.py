@@ -94,7 +94,9 @@ def test_a_draw_of_a_language_model_is_timed_alone(monkeypatch: pytest.MonkeyPat
     """Neither preparation nor the checkpoint at the end of a run is in a draw's time, or among its operations."""
     for name, size in {"TRAIN": 6, "QUERY": 3, "TOKENS": 8, "BATCH": 4}.items():
         monkeypatch.setattr(language, name, size)
-    monkeypatch.setitem(language.SHAPES, "tiny", language.Shape(1, 16, 2))
+    monkeypatch.setitem(language.SHAPES, "tiny", language.Shape(1, 16, 2, 64))
+    drawn = language.tokens
+    monkeypatch.setattr(language, "tokens", lambda count, seed: drawn(count, seed) % 64)
     saved: list[int] = []
     save = Checkpoints.save
 
