@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,14 @@ STEPS = 2 * 32_767
 
 @functools.lru_cache(maxsize=len(SETS))
 def mean_losses(run: jostle.Run, name: str) -> np.ndarray:
-    """(chain, draw, sample), of the chains that did not fail; read once, for there are many views of it."""
+    """(chain, draw, sample), of the chains that did not fail; read once, for there are many views of it.
+
+    `jostle.Run.influence` reads within a bound of memory, and a language model's tokens many times over for it.
+    """
     columns, losses = run.traces.columns(name), run.traces.losses(name)
     whole = SequenceLosses(losses, columns, "mean") if columns.per_token else losses
-    return np.concatenate([np.asarray(whole[chain : chain + 1, :, :]) for chain in run.healthy_chains])
+    with ThreadPoolExecutor() as pool:
+        return np.concatenate([*pool.map(lambda chain: whole[chain : chain + 1, :, :], run.healthy_chains)])
 
 
 def center_losses(run: jostle.Run, name: str) -> np.ndarray:
@@ -51,12 +56,13 @@ def center_losses(run: jostle.Run, name: str) -> np.ndarray:
 
 
 def influence(
-    train: np.ndarray, query: np.ndarray, fingerprints: Mapping[str, str], *, normalize: bool, kappa: float = 0.0
-) -> Scores:
-    """What a run with these draws would say, read at κ."""
+    train: np.ndarray, query: np.ndarray, fingerprints: Mapping[str, str], *, normalize: bool, kappa: float = 0.0,
+    moves: Moves | None = None,
+) -> Scores:  # fmt: skip
+    """What a run with these draws would say, read at κ; who knows how the training losses move says so."""
     sides: Any = (train, query)
     if kappa:
-        moves = Moves(train, np.arange(len(train)))
+        moves = moves or Moves(train, np.arange(len(train)))
         sides = (Conditioned(side, moves, kappa) for side in sides)
     estimate = covariance(*sides, normalize=normalize)
     return Scores(

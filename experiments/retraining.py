@@ -30,6 +30,7 @@ import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import ekfac, gradient_similarity, trak
+from jostle.conditioning import Moves
 from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -213,8 +214,12 @@ class Setting:
         """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
         run, about = self.sample(name, settings, work, budget)
         read = {}
+        train, query = (kept.mean_losses(run, part) for part in kept.SETS)
+        moves = Moves(train, np.arange(len(train)))
         for kappa, kind in itertools.product((0.0, READ_AT), ("covariance", "correlation")):
-            scores = run.influence(normalize=kind == "correlation", kappa=kappa)
+            scores = kept.influence(
+                train, query, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=kappa, moves=moves
+            )
             read[f"BIF {name}, {kind}{READ if kappa else ''}"] = replace(
                 scores, provenance={**scores.provenance, **about}
             )
