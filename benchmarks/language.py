@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
+import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +19,17 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import jostle
+from benchmarks.clock import Clock, EnoughDrawsError
 
 TRAIN, QUERY, TOKENS, BATCH = 400, 48, 150, 32
 STEP_SIZE, N_BETA, LOCALIZATION = 5e-6, 30.0, 300.0
 WEIGHTS = "attention+mlp"
-DRAWS = [(10, 60), (5, 30), (2, 10)]
-"""Of small, middling and large models: a draw's time is the difference of two runs of so many."""
-FLOAT8 = "jostle compiled, float8"
-WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", "devinterp 2.0.1", FLOAT8]
+DRAWS = [60, 30, 10]
+"""Of small, middling and large models: so many are timed, in one run."""
+PROFILED = 3
+"""Draws whose kernels are counted, after those that are timed."""
+FLOAT8, DEVINTERP = "jostle compiled, float8", "devinterp 2.0.1"
+WAYS = ["jostle compiled", "jostle", "algorithm 1, eager", DEVINTERP, FLOAT8]
 """Float8 is last: should it take the GPU down with it, the rest is recorded."""
 
 
@@ -81,31 +86,38 @@ def tokens(count: int, seed: int) -> Tensor:
     return torch.randint(50_000, (count, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-def seconds_a_draw(run: Callable[[int], float], fewer: int, more: int) -> float:
-    """The difference of two runs: whatever is done once drops out."""
-    return (run(more) - run(fewer)) / (more - fewer)
+At = Mapping[int, Callable[[], None]]
+"""What to do at which mark of the clock."""
 
 
 def with_jostle(
-    model: Any, draws: int, compile: bool, precision: Any = "model", scores: dict[str, np.ndarray] | None = None
+    model: Any, draws: int, compile: bool, precision: Any = "model", *, at: At, scores: dict[str, np.ndarray] | None
 ) -> float:
-    """Seconds of sampling; the scores of the first call, which is the longest, are left in ``scores``."""
+    """Seconds a draw, from one run; it is finished only where its scores are wanted, and left in ``scores``.
+
+    A run that is finished writes where its chain ends: 10 GB of 2.8 billion weights.
+    """
     train, query = ([{"input_ids": row} for row in tokens(count, seed)] for count, seed in ((TRAIN, 0), (QUERY, 1)))
-    with tempfile.TemporaryDirectory() as directory:
-        run = jostle.attribute(
-            model, train, query, loss=jostle.losses.next_token(),
-            posterior=jostle.Posterior(n_beta=N_BETA, localization=LOCALIZATION, weights=WEIGHTS),
-            sampler=jostle.SGLD(step_size=STEP_SIZE), chains=1, draws=draws, thin=1, batch_size=BATCH,
-            compile=compile, precision=precision, checkpoint_seconds=1e9, progress=False, out=f"{directory}/run",
-        )  # fmt: skip
-        print(f"    {draws} draws: {run.manifest['seconds']}, {run.manifest['execution']}", flush=True)
-        if scores is not None:
-            scores.setdefault(precision, np.asarray(run.influence(normalize=True).values))
-        return run.manifest["seconds"]["sampling"]
+    total = max([draws, *at])
+    # The thread that writes traces may still be at it when a run ends in the middle.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        out = Path(directory) / "run"
+        clock = Clock(out, end=total if scores is None else None, at=at)
+        with contextlib.suppress(EnoughDrawsError):
+            run = jostle.attribute(
+                model, train, query, loss=jostle.losses.next_token(), observables={"clock": clock},
+                posterior=jostle.Posterior(n_beta=N_BETA, localization=LOCALIZATION, weights=WEIGHTS),
+                sampler=jostle.SGLD(step_size=STEP_SIZE), chains=1, draws=total, thin=1, batch_size=BATCH,
+                compile=compile, precision=precision, checkpoint_seconds=1e9, progress=False, out=out,
+            )  # fmt: skip
+            if scores is not None:
+                scores[precision] = np.asarray(run.influence(normalize=True).values)
+        print(f"    {total} draws: {json.loads((out / 'manifest.json').read_text())['execution']}", flush=True)
+    return clock.seconds_a_draw(draws)
 
 
-def by_the_book(model: Any, draws: int) -> float:
-    """Algorithm 1 as one would write it down: eager, every parameter in turn, logits in float32."""
+def by_the_book(model: Any, draws: int, *, at: At) -> float:
+    """Algorithm 1 as one would write it down: eager, every parameter in turn, logits in float32; seconds a draw."""
     from jostle.models.weights import MovingWeights
 
     device = next(model.parameters()).device
@@ -120,10 +132,8 @@ def by_the_book(model: Any, draws: int) -> float:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
 
     generator = np.random.default_rng(0)
-    trace = []
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(draws):
+    trace, clock = [], Clock(at=at)
+    for _ in range(max([draws, *at])):
         batch = train[torch.from_numpy(generator.choice(TRAIN, BATCH, replace=False)).to(device)]
         gradients = torch.autograd.grad(losses(batch).mean(), moving)
         with torch.no_grad():
@@ -133,15 +143,15 @@ def by_the_book(model: Any, draws: int) -> float:
                 parameter.copy_(state)
             parts = [losses(part) for part in (*train.split(BATCH), *query.split(BATCH))]
         trace.append(torch.cat(parts).cpu())
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+        clock(model)
     with torch.no_grad():
         for parameter, origin in zip(moving, center, strict=True):
             parameter.copy_(origin)
-    return seconds
+    return clock.seconds_a_draw(draws)
 
 
 def with_devinterp(model: Any, draws: int) -> float:
+    """Seconds a draw. Nothing looks at its draws one by one: the difference of two runs, after a short one."""
     from jostle.models.weights import MovingWeights
 
     sample = importlib.import_module("devinterp.slt.sampling").sample
@@ -150,42 +160,52 @@ def with_devinterp(model: Any, draws: int) -> float:
     arguments: Any = {
         "model": model, "dataset": rows, "observables": {"all": (rows, (TRAIN + QUERY) // BATCH)},
         "param_masks": dict.fromkeys(MovingWeights(model, WEIGHTS).names), "lr": STEP_SIZE, "n_beta": N_BETA,
-        "localization": LOCALIZATION, "num_chains": 1, "num_draws": draws, "batch_size": BATCH, "device": "cuda",
+        "localization": LOCALIZATION, "num_chains": 1, "batch_size": BATCH, "device": "cuda",
         "num_init_loss_batches": 1,
     }  # fmt: skip
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        sample(**arguments, output_path=f"{directory}/trace.zarr")
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
+    fewer, taken = max(2, draws // 5), []
+    for count in (2, fewer, draws):  # the first carries what is done once in a process
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as directory:
+            sample(**arguments, num_draws=count, output_path=f"{directory}/trace.zarr")
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return (taken[2] - taken[1]) / (draws - fewer)
 
 
 def bench(
-    name: str, peak: float, variants: list[str], fewer: int, more: int, table: dict[str, Any],
-    save: Callable[[], None], profile: bool = False,
+    name: str, peak: float, variants: list[str], draws: int, table: dict[str, Any], save: Callable[[], None],
+    profile: bool = False,
 ) -> None:  # fmt: skip
     """Time a draw in each way, on one model; ``peak`` is the measured rate of a large matrix product.
 
     Every way is put into ``table`` and saved as soon as it is there.
     """
     shape = SHAPES[name]
-    model = pythia(shape)
+    cuda = torch.cuda.is_available()
+    model = pythia(shape) if cuda else pythia(shape, "cpu", torch.float32)
+    compared = {"jostle compiled", FLOAT8} <= set(variants)
     scores: dict[str, np.ndarray] = {}
-    ways: dict[str, Callable[[int], float]] = {
-        "jostle compiled": lambda draws: with_jostle(model, draws, True, "model", scores),
-        "jostle": lambda draws: with_jostle(model, draws, False),
-        "algorithm 1, eager": lambda draws: by_the_book(model, draws),
-        "devinterp 2.0.1": lambda draws: with_devinterp(model, draws),
-        FLOAT8: lambda draws: with_jostle(model, draws, True, "float8", scores),
+    kept = scores if compared else None
+    ways: dict[str, Callable[[At], float]] = {
+        "jostle compiled": lambda at: with_jostle(model, draws, True, "model", at=at, scores=kept),
+        "jostle": lambda at: with_jostle(model, draws, False, at=at, scores=None),
+        "algorithm 1, eager": lambda at: by_the_book(model, draws, at=at),
+        DEVINTERP: lambda _: with_devinterp(model, draws),
+        FLOAT8: lambda at: with_jostle(model, draws, True, "float8", at=at, scores=kept),
     }
     floor = shape.flops / peak
     table["floor"] = {"seconds": floor}
     for variant in variants:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        activity = torch.profiler.ProfilerActivity
+        profiler = torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU])
+        profiled = profile and variant != DEVINTERP
         try:
-            seconds = seconds_a_draw(functools.partial(ways[variant]), fewer, more)
+            seconds = ways[variant](profiling(profiler, draws) if profiled else {})
         except Exception as error:  # a rival that cannot run is a result
             table[variant] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             print(f"  {name:5} {variant:24} {table[variant]['failed']}", flush=True)
@@ -197,20 +217,37 @@ def bench(
         if variant == FLOAT8 and "model" in scores:
             # From one seed the chains are the same, so what differs is the rounding of what is observed.
             found: Any = spearmanr(scores["float8"].ravel(), scores["model"].ravel())
-            agreement = float(found.statistic)
-            table[variant] |= {"rank_correlation_with_bfloat16": agreement, "draws_of_the_scores": more}
-            beside = f"  rank correlation {agreement:.4f} of {more} draws"
+            agreement, of = float(found.statistic), draws + (PROFILED if profile else 0)
+            table[variant] |= {"rank_correlation_with_bfloat16": agreement, "draws_of_the_scores": of}
+            beside = f"  rank correlation {agreement:.4f} of {of} draws"
         save()
         print(f"  {name:5} {variant:24} {seconds:8.4f} s  {floor / seconds:6.1%}  {memory:6.1f} GB{beside}", flush=True)
-        if profile:
-            print_kernels(lambda variant=variant: ways[variant](fewer), fewer)
+        if profiled:
+            print_kernels(profiler)
 
 
-def print_kernels(run: Callable[[], float], draws: int, most: int = 25) -> None:
-    """Where the GPU's time goes: milliseconds a draw of every kernel; start and preparation are among them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-    found = sorted(profiler.key_averages(), key=lambda one: -one.self_device_time_total)
-    for one in found[:most]:
-        milliseconds = one.self_device_time_total / 1e3 / draws
-        print(f"    {milliseconds:9.3f} ms  {one.count / draws:8.1f} ×  {one.key[:110]}", flush=True)
+def profiling(profiler: Any, draws: int) -> At:
+    """Look at a few draws after those that are timed, from mark to mark: no preparation is among them."""
+
+    def waiting(do: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            do()
+
+        return call
+
+    return {draws: waiting(profiler.start), draws + PROFILED: waiting(profiler.stop)}
+
+
+def kernels(profiler: Any) -> list[tuple[str, float, float]]:
+    """Of every kernel, or of every operation on a CPU: milliseconds and calls a draw; what takes longest first."""
+    time_of = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    found = sorted(profiler.key_averages(), key=lambda one: -getattr(one, time_of))
+    return [(one.key, getattr(one, time_of) / 1e3 / PROFILED, one.count / PROFILED) for one in found]
+
+
+def print_kernels(profiler: Any, most: int = 25) -> None:
+    """Where the time of a draw goes."""
+    for name, milliseconds, calls in kernels(profiler)[:most]:
+        print(f"    {milliseconds:9.3f} ms  {calls:8.1f} ×  {name[:110]}", flush=True)

@@ -104,11 +104,11 @@ def main() -> None:
         elif name == "resnet9":
             record["workloads"][name] = vision.bench(1e12 * record["matmul_peak_tflops"], arguments.ways or vision.WAYS)
         else:
-            fewer, more = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
+            draws = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
             peak = 1e12 * record["matmul_peak_tflops"]
             table = record["workloads"][name] = {}
             ways = arguments.ways or language.WAYS
-            language.bench(name, peak, ways, fewer, more, table, save, arguments.profile)
+            language.bench(name, peak, ways, draws, table, save, arguments.profile)
         if "matmul_peak_tflops" in record:  # of each, since another call may add others to the record
             kept = {"matmul_peak_tflops": record["matmul_peak_tflops"], **environment()}
             about = {key: kept[key] for key in ("date", "commit", "matmul_peak_tflops")}

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import jostle
 from experiments.retraining import (
@@ -43,6 +43,7 @@ from experiments.retraining import (
 from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
 from jostle.models.functional import sample_means
+from jostle.models.in_place import Graph
 
 RECIPES = {
     "paper": {"learning_rate": 3e-5, "batch_size": 256, "weight_decay": 0.01},
@@ -81,28 +82,94 @@ def sequences(path: Path, tokenizer: Any, count: int, length: int, skip: int = 0
     raise SystemExit(f"{path} has only {len(found)} sequences of {length} tokens after {skip} articles, not {count}")
 
 
-def fine_tune(
-    pretrained: nn.Module, data: Data, indices: np.ndarray, seed: int, *,
-    learning_rate: float, batch_size: int, weight_decay: float, epochs: int = 1,
-) -> nn.Module:  # fmt: skip
-    """AdamW on all weights, a linear schedule to 0; the mean over each sequence's tokens, then over the batch."""
-    model = copy.deepcopy(pretrained).train()
-    loss = jostle.losses.next_token()
-    generator = np.random.default_rng(seed)
-    cuts = range(batch_size, len(indices), batch_size)
-    batches = [batch for _ in range(epochs) for batch in np.split(generator.permutation(indices), cuts)]
-    cuda = next(model.parameters()).is_cuda
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=cuda)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
-    for chosen in batches:
-        batch = data.batch(chosen)
-        with torch.autocast("cuda" if cuda else "cpu", torch.bfloat16, enabled=cuda):
-            value = sample_means(loss(model, batch), loss, batch).mean()
+class FineTuner:
+    """Fine-tunes on subsets, again and again, in one working model that is put back to the pretrained weights.
+
+    AdamW on all weights, a linear schedule to 0; the mean over each sequence's tokens, then over the batch. On a GPU a
+    step (forward, backward, update) is recorded once as a CUDA graph and replayed: of a small model, launching its
+    kernels one by one takes many times longer than they do.
+
+    Args:
+        pretrained: where each fine-tuning begins; stays as it is.
+        data: what indices refer to.
+
+    Attributes:
+        graph: a step of a whole batch, once it is recorded.
+    """
+
+    def __init__(
+        self, pretrained: nn.Module, data: Data, *,
+        learning_rate: float, batch_size: int, weight_decay: float, epochs: int = 1,
+    ) -> None:  # fmt: skip
+        self._model, self._data = copy.deepcopy(pretrained), data
+        self._weights = [*self._model.state_dict().values()]
+        self._pretrained = [value.clone() for value in self._weights]
+        self._learning_rate, self._batch_size, self._epochs = learning_rate, batch_size, epochs
+        self._device = next(self._model.parameters()).device
+        cuda = self._device.type == "cuda"
+        # On a GPU there is room for the logits: they need not be computed again on the way back.
+        self._loss = jostle.losses.next_token(**({"chunk_bytes": 16 << 30} if cuda else {}))
+        rate: Any = torch.tensor(learning_rate, device=self._device) if cuda else learning_rate  # a graph reads it
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=rate, weight_decay=weight_decay, fused=cuda, capturable=cuda
+        )
+        self.graph: Graph | None = None
+        self._to_be_recorded = cuda and data.on_device
+
+    def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
+        """Return the working model, fine-tuned on these; the next call goes on with it."""
+        self._model.train()
+        if self._to_be_recorded:
+            self._record()
+        self._reset()
+        generator = np.random.default_rng(seed)
+        cuts = range(self._batch_size, len(indices), self._batch_size)
+        batches = [batch for _ in range(self._epochs) for batch in np.split(generator.permutation(indices), cuts)]
+        for done, chosen in enumerate(batches):
+            self._set_rate(self._learning_rate * (1 - done / len(batches)))
+            if self.graph is not None and len(chosen) == self._batch_size:
+                self.graph(torch.from_numpy(chosen))
+            else:
+                self._step(self._data.batch(chosen))
+        return self._model.eval()
+
+    def _step(self, batch: Any) -> Tensor:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            value = sample_means(self._loss(self._model, batch), self._loss, batch).mean()
         value.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-    return model.eval()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    def _record(self) -> None:
+        """Record a step of a whole batch, of the data set's full length; what it does to the weights is undone."""
+        self._to_be_recorded = False
+        longest = self._data.longest(range(len(self._data)))
+        rows = torch.arange(self._batch_size, device=self._device) % len(self._data)
+        try:
+            self.graph = Graph(
+                lambda rows: self._step(self._data.gather(rows, longest)), [rows], torch.cuda.graph_pool_handle()
+            )
+        except Exception as error:  # a model may do anything that a graph cannot hold
+            reason = str(error).partition("\n")[0][:150]
+            print(f"  steps are not recorded as a CUDA graph ({type(error).__name__}: {reason})", flush=True)
+            self._optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        """The pretrained weights and an optimizer that has seen nothing, in the places that the graph knows."""
+        for place, value in zip(self._weights, self._pretrained, strict=True):
+            place.copy_(value)
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def sweep() -> dict[str, dict[str, Any]]:
@@ -160,13 +227,11 @@ def setting_of(
     loss = jostle.losses.next_token()
     work = arguments.work / recipe
 
-    def retrainer(indices: np.ndarray, seed: int) -> nn.Module:
-        return fine_tune(pretrained, data, indices, seed, **RECIPES[recipe])
-
+    retrainer = FineTuner(pretrained, data, **RECIPES[recipe])
     model = analysed_model(
         work / "model.pt",
         lambda: copy.deepcopy(pretrained),
-        lambda: retrainer(np.arange(len(train)), 999),
+        lambda: copy.deepcopy(retrainer(np.arange(len(train)), 999)),  # which goes on working
         record,
         budget,
     )
@@ -177,6 +242,7 @@ def setting_of(
             loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget, record=record, batch_size=64,
             key=f"{recipe}, alpha_retrain {alpha:g}",
         )  # fmt: skip
+    retrainer.graph = None  # the memory of its step is for others now
     repeated = {
         f"{name}{f', seed {seed}' if seed else ''}": {**options, "seed": seed}
         for name, options in bif.items()
@@ -186,6 +252,7 @@ def setting_of(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
+        keep=arguments.keep,
     )  # fmt: skip
 
 

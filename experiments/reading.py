@@ -25,6 +25,7 @@ from torch import nn
 
 import jostle
 from experiments import calibration, resolution, samplers
+from experiments.kept import mean_losses
 from experiments.resolution import Problem, Trainer, halves, lds_over_queries
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
 from jostle.attributors import ekfac, gradient_similarity
@@ -142,7 +143,7 @@ def measure_longer(name: str, work: Path, record: Record, budget: Budget, draws:
         case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=draws // CHAINS, progress=False,
         **chosen.settings,
     )  # fmt: skip
-    losses = [samplers.mean_losses(run, part) for part in ("train", "query")]
+    losses = [mean_losses(run, part) for part in ("train", "query")]
     about = {"fingerprints": run.manifest["fingerprints"]}
     table: dict[str, Any] = {}
     for part in sorted({count for count in (100, 400, 1_000, 2_000, draws) if count <= draws}):

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -26,8 +27,10 @@ from benchmarks.environment import write_record
 from torch import nn
 
 import jostle
+from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import ekfac, gradient_similarity, trak
+from jostle.conditioning import Moves
 from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -114,6 +117,13 @@ class Setting:
     methods: Sequence[str] = METHODS
     dampings: Sequence[float] = DAMPINGS
     extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
+    keep: Path | None = None
+
+    def keep_banks(self) -> None:
+        """Write the banks where they are to be kept for elsewhere, if they are."""
+        if self.keep:
+            for name, bank in self.banks.items():
+                kept.write_bank(self.keep / f"{file_name(f'bank-{self.name}-{name}')}.npz", bank)
 
     def jobs(self, work: Path, budget: Budget) -> dict[str, Callable[[], dict[str, Scores]]]:
         """What there is to run, by name; each gives one or several kinds of scores."""
@@ -196,14 +206,20 @@ class Setting:
             out=work / "runs" / file_name(name), sampling_data=self.sampling_data, potential_loss=self.potential_loss,
             collate=self.collate, precision=self.precision,
         )  # fmt: skip
+        if self.keep:
+            kept.write_run(self.keep, file_name(f"{self.name}-{name}"), run)
         return run, about | {"seconds": about["seconds"] + seconds, **{key: options.get(key) for key in CALIBRATED}}
 
     def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
         """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
         run, about = self.sample(name, settings, work, budget)
         read = {}
+        train, query = (kept.mean_losses(run, part) for part in kept.SETS)
+        moves = Moves(train, np.arange(len(train)))
         for kappa, kind in itertools.product((0.0, READ_AT), ("covariance", "correlation")):
-            scores = run.influence(normalize=kind == "correlation", kappa=kappa)
+            scores = kept.influence(
+                train, query, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=kappa, moves=moves
+            )
             read[f"BIF {name}, {kind}{READ if kappa else ''}"] = replace(
                 scores, provenance={**scores.provenance, **about}
             )
@@ -269,6 +285,7 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on."""
     work = work / file_name(setting.name)
     work.mkdir(parents=True, exist_ok=True)
+    setting.keep_banks()
     for bank_name, bank in setting.banks.items():
         if not record.has(setting.name, bank_name, "random"):
             budget.check()
@@ -366,8 +383,9 @@ def fill(
 ) -> Bank:
     """Fill a bank on this device, one retraining after another, until it is full or the time is over.
 
-    Models of this size keep a GPU busy with one batch; more of them side by side (vmap, grouped convolutions) would
-    only share it.
+    A model is measured before the next one is trained, so that ``train_function`` may return the same one each time.
+    Small models do not keep a GPU busy: what a step costs is mostly launching its kernels, which a CUDA graph saves;
+    several models side by side would share that cost too, and are not tried here.
     """
     measure = Measure(query, loss, {}, None, batch_size)
     bank = Bank.create(directory, subsets, queries=len(query[0] if isinstance(query, tuple) else query),
@@ -488,7 +506,15 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--ekfac-repeats", type=int, help="fits of EK-FAC, for its own variation")
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
+    add_keep(parser)
     parser.set_defaults(**defaults)
+
+
+def add_keep(parser: argparse.ArgumentParser) -> None:
+    """Where to leave what can be read elsewhere."""
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="write losses of runs and banks there (experiments.kept reads them)"
+    )
 
 
 def conduct(
@@ -503,7 +529,7 @@ def conduct(
     settings = {
         key: value
         for key, value in vars(arguments).items()
-        if not isinstance(value, Path) and key not in ("minutes", "bif")
+        if not isinstance(value, Path) and key not in ("minutes", "bif", "keep")
     }
     record = Record(arguments.record, {**about, "settings": settings, "bif": bif})
     status = "complete"
@@ -523,4 +549,4 @@ def _buffer_bytes() -> int:
 
 
 def file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name)
+    return re.sub(r"[^A-Za-z0-9.-]", "_", name)

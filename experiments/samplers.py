@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import itertools
 import math
 import shlex
@@ -39,6 +40,7 @@ from torch import nn
 
 import jostle
 from experiments import calibration, cifar10_retraining, language_retraining, resolution
+from experiments.kept import influence, mean_losses
 from experiments.resolution import Problem, Trainer, halves
 from experiments.retraining import (
     DEFAULT_RULE,
@@ -49,17 +51,14 @@ from experiments.retraining import (
     OutOfTimeError,
     Record,
     Setting,
+    add_keep,
     file_name,
     fill,
 )
 from jostle.attributors import exact_influence
-from jostle.conditioning import Conditioned, Moves
 from jostle.data.datasets import Data
-from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.presets import PRESETS
-from jostle.scores import Scores
-from jostle.traces.store import SequenceLosses
 
 CHAINS, DRAWS, SEEDS = 4, 100, 5
 TENTH, ALL, PASSES = "a tenth of the observations", "as many observations", "as many passes"
@@ -194,13 +193,6 @@ def rows_of(
     return rows
 
 
-def mean_losses(run: jostle.Run, name: str) -> np.ndarray:
-    """(chain, draw, sample), of the chains that did not fail; read once, for there are many views of it."""
-    columns, losses = run.traces.columns(name), run.traces.losses(name)
-    whole = SequenceLosses(losses, columns, "mean") if columns.per_token else losses
-    return np.asarray(whole[:, :, :])[run.healthy_chains]
-
-
 def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | None:
     """How many draws of each chain a cost pays for; None where the run has not as many."""
     thin, burn_in, batch_size = (run.config[name] for name in ("thin", "burn_in", "batch_size"))
@@ -229,32 +221,24 @@ def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: float = 0.0) -> d
     for cost in COSTS:
         draws = draws_at(cost, run, train.shape[2] + query.shape[2], sampled)
         kept[cost] = None if draws is None else {"draws": draws} | {
-            kind: lds(bank, scores_after(run, train, query, draws, kind, kappa), bootstrap=0).value
+            kind: lds(bank, influence(
+                train[:, :draws], query[:, :draws], run.manifest["fingerprints"], normalize=kind == "correlation",
+                kappa=kappa,
+            ), bootstrap=0).value
             for kind in ("covariance", "correlation")
         }  # fmt: skip
     return kept
 
 
-def scores_after(
-    run: jostle.Run, train: np.ndarray, query: np.ndarray, draws: int, kind: str, kappa: float = 0.0
-) -> Scores:
-    """What the run would have said after its first draws, read at κ."""
-    sides: Any = (train[:, :draws], query[:, :draws])
-    if kappa:
-        moves = Moves(sides[0], np.arange(len(train)))
-        sides = (Conditioned(side, moves, kappa) for side in sides)
-    estimate = covariance(*sides, normalize=kind == "correlation")
-    about = {"fingerprints": run.manifest["fingerprints"]}
-    return Scores(values=-estimate.values, method="bif", normalized=kind == "correlation", provenance=about)
-
-
 def measure(
     setting: Setting, paper: Mapping[str, Any], batch_size: int, work: Path, record: Record, budget: Budget,
-    *, draws: int = DRAWS, seeds: int = SEEDS, other_seeds: int = SEEDS,
+    *, draws: int = DRAWS, seeds: int = SEEDS, other_seeds: int = SEEDS, reference_seeds: int | None = None,
+    only: Sequence[str] = ("*",),
 ) -> None:  # fmt: skip
-    """Measure whatever the record lacks."""
+    """Measure whatever the record lacks, of the rows whose names match a pattern."""
     kept = record.content["measured"].setdefault(setting.name, {"calibration": {}, "baselines": {}, "rows": {}})
     work = work / file_name(setting.name)
+    setting.keep_banks()
     bank = setting.banks.get("0.5") or next(iter(setting.banks.values()))
     sampled = len(Data(setting.sampling_data or setting.train, "sampling_data"))
     kept |= {
@@ -277,6 +261,10 @@ def measure(
     for seed, (name, options) in itertools.product(range(seeds), table.items()):  # if time runs out, all rows have some
         if seed >= other_seeds and name.startswith(tuple(f"{rule}, calibrated" for rule in RULES.values())):
             continue  # few seeds tell which rule is best; more of them are for the claims
+        if reference_seeds is not None and seed >= reference_seeds and name in REFERENCES:
+            continue
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
+            continue
         # Draws without a gradient are read in two ways; they are taken once.
         readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
         rows = {read: kept["rows"].setdefault(read, {"settings": options, "seeds": {}}) for read in readings}
@@ -451,6 +439,13 @@ def main() -> None:
     parser.add_argument(
         "--other-seeds", type=int, default=SEEDS, help="of rules that are neither reference nor default"
     )
+    parser.add_argument(
+        "--reference-seeds", type=int, help="of the references, at least 2; default: as many as of the others"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=["*"], metavar="PATTERN", help='only these, e.g. "paper*" "Gauss*"'
+    )
+    add_keep(parser)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     budget = Budget(arguments.minutes)
@@ -460,8 +455,10 @@ def main() -> None:
         for name in filter(None, arguments.only.split(",")):
             for setting, paper, batch_size in settings_of(name, arguments, record, budget):
                 measure(
-                    setting, paper, batch_size, arguments.work / name / "samplers", record, budget,
+                    dataclasses.replace(setting, keep=arguments.keep), paper, batch_size,
+                    arguments.work / name / "samplers", record, budget,
                     draws=arguments.draws, seeds=arguments.seeds, other_seeds=arguments.other_seeds,
+                    reference_seeds=arguments.reference_seeds, only=arguments.rows,
                 )  # fmt: skip
     except OutOfTimeError:
         status = "out of time; the same command goes on"

@@ -37,10 +37,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.clock import Clock, EnoughDrawsError
 from benchmarks.environment import write_record
 from benchmarks.language import SHAPES, Shape, pythia
 from benchmarks.run import matmul_peak
-from torch import Tensor
 
 import jostle
 from experiments.retraining import Budget
@@ -113,42 +113,6 @@ def queries(tokenizer: Any) -> Rows:
     return out
 
 
-class EnoughDrawsError(Exception):
-    """All draws that were to be timed are."""
-
-
-class Clock:
-    """An observable that looks at the clock at every draw of a run, and ends the run after the last.
-
-    So nothing is done that is not part of a draw, like writing where a chain ends: 45 GB of the largest model. On a GPU
-    it leaves a mark in the stream of work, and nobody waits.
-    """
-
-    def __init__(self, run: Path, draws: int) -> None:
-        self._run, self._draws = run, draws
-        self._marks: list[Any] = []
-
-    def __call__(self, model: Any) -> Tensor:
-        device = next(model.parameters()).device
-        if (self._run / "manifest.json").is_file():  # before that, ways to run are tried
-            mark: Any = time.perf_counter()
-            if device.type == "cuda":
-                mark = torch.cuda.Event(enable_timing=True)
-                mark.record()
-            self._marks.append(mark)
-            if len(self._marks) == self._draws:
-                raise EnoughDrawsError
-        return torch.zeros(1, device=device)
-
-    def seconds(self, draws: int) -> float:
-        """From the first draw on, of so many."""
-        first, last = self._marks[0], self._marks[draws]
-        if isinstance(first, float):
-            return last - first
-        torch.cuda.synchronize()
-        return first.elapsed_time(last) / 1000
-
-
 def draws_timed(shape: Shape, quick: bool) -> list[int]:
     """Three numbers of draws: all 2,000 of the smallest model, few of those that take seconds for one."""
     if quick:
@@ -172,7 +136,7 @@ def time_bif(model: Any, shape: Shape, train: Rows, query: Rows, quick: bool, co
     # The thread that writes traces may still be at it when a run ends in the middle.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         run = Path(directory) / "run"
-        clock = Clock(run, counts[-1] + 1)
+        clock = Clock(run, end=counts[-1] + 1)
         with contextlib.suppress(EnoughDrawsError):
             jostle.attribute(
                 model, train, query, loss=jostle.losses.next_token(), observables={"clock": clock},

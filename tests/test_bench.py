@@ -1,4 +1,4 @@
-"""The bench notices what became twice as slow, and only that."""
+"""The bench notices what became twice as slow, and only that; it times draws, and nothing else of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from benchmarks import run, small
+import torch
+from benchmarks import language, run, small
+from benchmarks.clock import Clock, EnoughDrawsError
 from benchmarks.run import ATTEMPTS, regressions, run_small, unmatched
 from torch import Tensor
 
+import jostle
 from jostle.chains.chain import Dynamics
+from jostle.chains.checkpoints import Checkpoints
 
 
 def test_a_slowed_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +72,62 @@ def test_both_ways_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     small.small_classifier()
     assert len(seen) == 2 * len(observed) == 2 * 8 * 2
     assert all((seen[first] == seen[0]).all() for first in range(0, 32, 2))
+
+
+def test_the_clock_leaves_out_the_first_draws_and_the_odd_one(tmp_path: Path) -> None:
+    model, passed = torch.nn.Linear(1, 1), []
+    clock = Clock(tmp_path, end=7, at={3: lambda: passed.append(3)})
+    clock(model)  # a trial: there is no manifest yet
+    (tmp_path / "manifest.json").touch()
+    for seconds in (0.0, 0.2, 0.2, 0.02, 0.02, 0.1):
+        time.sleep(seconds)
+        clock(model)
+    time.sleep(0.02)
+    with pytest.raises(EnoughDrawsError):
+        clock(model)
+    assert 0.02 <= clock.seconds_a_draw() < 0.1
+    assert 0.4 <= clock.seconds(2) < 0.6
+    assert passed == [3]
+
+
+def test_a_draw_of_a_language_model_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither preparation nor the checkpoint at the end of a run is in a draw's time, or among its operations."""
+    for name, size in {"TRAIN": 6, "QUERY": 3, "TOKENS": 8, "BATCH": 4}.items():
+        monkeypatch.setattr(language, name, size)
+    monkeypatch.setitem(language.SHAPES, "tiny", language.Shape(1, 16, 2, 64))
+    drawn = language.tokens
+    monkeypatch.setattr(language, "tokens", lambda count, seed: drawn(count, seed) % 64)
+    saved: list[int] = []
+    save = Checkpoints.save
+
+    def slow(self: Checkpoints, group: Any, *more: Any) -> None:
+        time.sleep(1)
+        saved.append(group.step)
+        save(self, group, *more)
+
+    profiles: list[Any] = []
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    monkeypatch.setattr(language, "print_kernels", profiles.append)
+    table: dict[str, Any] = {}
+    ways = ["jostle", "algorithm 1, eager"]
+    language.bench("tiny", 1e9, ways, 6, table, lambda: None, profile=True)
+    assert saved == []  # nobody asked for scores, so the run was not finished
+    assert all(0 < table[way]["seconds"] < 0.5 for way in ways)
+    calls = [{name: count for name, _, count in language.kernels(profiler)} for profiler in profiles]
+    # A minibatch and both sets in a batch each; the other way observes them in batches of 4.
+    assert [one["aten::embedding"] for one in calls] == [3, 4]
+    assert all(0 < sum(ms for _, ms, _ in language.kernels(profiler)) < 1000 for profiler in profiles)
+
+    scores: dict[str, np.ndarray] = {}
+    model = language.pythia(language.SHAPES["tiny"], "cpu", torch.float32)
+    assert 0 < language.with_jostle(model, 6, False, at={}, scores=scores) < 0.5
+    assert saved == [5]
+    rows = [[{"input_ids": row} for row in language.tokens(count, seed)] for count, seed in ((6, 0), (3, 1))]
+    plain = jostle.attribute(
+        model, *rows, loss=jostle.losses.next_token(), sampler=jostle.SGLD(step_size=language.STEP_SIZE), chains=1,
+        posterior=jostle.Posterior(
+            n_beta=language.N_BETA, localization=language.LOCALIZATION, weights=language.WEIGHTS
+        ),
+        draws=6, thin=1, batch_size=4, progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(scores["model"], plain.influence(normalize=True).values, atol=1e-6)

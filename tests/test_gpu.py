@@ -109,3 +109,28 @@ def test_gradients_of_convolutions_are_taken_together(caplog: pytest.LogCaptureF
     with caplog.at_level("INFO", logger="jostle"):
         jostle.attributors.gradient_similarity(model, images, images)
     assert "one by one" not in caplog.text
+
+
+def test_a_recorded_fine_tuning_is_the_plain_one() -> None:
+    from experiments.language_retraining import FineTuner
+
+    from architectures import VOCABULARY, tiny
+    from jostle.data.datasets import Data
+
+    rows = np.random.default_rng(0).integers(3, VOCABULARY, (19, 12)).tolist()
+    data = Data(rows, "train", device=torch.device("cuda"))
+    recipe: dict[str, Any] = {"learning_rate": 3e-3, "batch_size": 4, "weight_decay": 0.01}
+    pretrained = tiny("llama", "sdpa").cuda()
+    recorded, plain = (FineTuner(pretrained, data, **recipe) for _ in range(2))
+    plain._to_be_recorded = False
+
+    def moved(tuner: FineTuner, indices: np.ndarray, seed: int) -> torch.Tensor:
+        pairs = zip(tuner(indices, seed).parameters(), pretrained.parameters(), strict=True)
+        return torch.cat([(after - before).detach().flatten() for after, before in pairs])
+
+    for indices, seed in ((np.arange(19), 0), (np.arange(8), 1), (np.arange(19), 0)):  # of 19, the last 3 are a rest
+        ours, theirs = moved(recorded, indices, seed), moved(plain, indices, seed)
+        assert theirs.abs().mean() > 1e-4
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert recorded.graph is not None
+    assert plain.graph is None

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from experiments import calibration, cifar10_retraining, language_retraining, reading, samplers
+import torch
+from experiments import calibration, cifar10_retraining, kept, language_retraining, reading, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
 
 import jostle
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
+from jostle.models.functional import sample_means
+from jostle.traces.store import SequenceLosses
 from test_evaluate import QUERY_SET, TRAIN_SET, fit
 
 BIF = {"n_beta": 40.0, "localization": 2.0, "step_size": 0.02, "chains": 2, "thin": 5, "batch_size": 40}
@@ -95,6 +101,121 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
         assert about["failed_chains"] == 0
 
 
+def fine_tuned(
+    pretrained: nn.Module, data: Data, indices: np.ndarray, seed: int, *,
+    learning_rate: float, batch_size: int, weight_decay: float, epochs: int,
+) -> nn.Module:  # fmt: skip
+    """The naive way: a new model and a new optimizer each time."""
+    model = copy.deepcopy(pretrained).train()
+    loss = jostle.losses.next_token()
+    generator = np.random.default_rng(seed)
+    cuts = range(batch_size, len(indices), batch_size)
+    batches = [batch for _ in range(epochs) for batch in np.split(generator.permutation(indices), cuts)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
+    for chosen in batches:
+        batch = data.batch(chosen)
+        sample_means(loss(model, batch), loss, batch).mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([value.detach().flatten().clone() for value in model.parameters()])
+
+
+def test_one_working_model_is_fine_tuned_as_a_new_one_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    from architectures import VOCABULARY, tiny
+
+    pretrained = tiny("llama", "sdpa")
+    before = weights_of(pretrained)
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(3, VOCABULARY, length).tolist() for length in [12] * 9 + [7]]
+    data = Data(rows, "train")
+    recipe: dict[str, Any] = {"learning_rate": 3e-3, "batch_size": 4, "weight_decay": 0.01, "epochs": 2}
+    tuner = language_retraining.FineTuner(pretrained, data, **recipe)
+    calls = [(np.arange(10), 0), (np.arange(4, 8), 1), (np.arange(10), 0)]
+    expected = [weights_of(fine_tuned(pretrained, data, *call, **recipe)) for call in calls]
+    assert (expected[0] - before).abs().mean() > 1e-3
+    for call, truth in zip(calls, expected, strict=True):
+        model = tuner(*call)
+        assert not model.training
+        torch.testing.assert_close(weights_of(model), truth, atol=2e-6, rtol=1e-5)
+    assert torch.equal(weights_of(pretrained), before)
+
+    # What cannot be recorded is said, and taken step by step.
+    tuner._to_be_recorded = not torch.cuda.is_available()
+    torch.testing.assert_close(weights_of(tuner(*calls[1])), expected[1], atol=2e-6, rtol=1e-5)
+    if not torch.cuda.is_available():
+        assert capsys.readouterr().out.count("steps are not recorded as a CUDA graph") == 1
+
+
+def test_steps_lose_less_than_a_thousandth_of_a_standard_deviation() -> None:
+    """Whatever is far from 0, tiny, huge, has one draw far off, or does not move at all."""
+    values = np.random.default_rng(0).normal(size=(4, 500, 5)) * [1, 1e-7, 1e5, 1, 0] + [100, 0, -1e6, 0, 3]
+    values[2, 7, 3] = 1e6
+    number, middle, step = kept.in_steps(values)
+    assert number.dtype == np.int16
+    lost = middle.astype(np.float64) + step.astype(np.float64) * number - values
+    assert (np.ptp(lost, axis=(0, 1)) <= 1e-3 * values.std((0, 1))).all()
+    assert (np.abs(lost).max((0, 1)) <= 1e-3 * values.std((0, 1)) + 1e-7 * np.abs(values).max((0, 1))).all()
+    np.testing.assert_array_equal(number[:, :, 4], 0)
+
+
+def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    bank.fail(3, 1, "for a test")
+    one = Setting(**{**vars(setting(bank, 100)), "methods": ("bif",), "keep": tmp_path / "kept"})
+    monkeypatch.setattr(kept, "FILE_BYTES", 2 * 2 * 60 * 52)  # 60 of the 100 draws
+    run(one, tmp_path / "work", record, Budget(10))
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        "bank-all-0.5.npz", "all-small.npz", "all-small.1.npz",
+    }  # fmt: skip
+    there, mine = (
+        jostle.load(tmp_path / "work" / "all" / "runs" / "small"),
+        kept.read_run(tmp_path / "kept", "all-small"),
+    )
+    for part in ("train", "query"):
+        truth = there.traces.losses(part)[:]
+        np.testing.assert_array_equal(mine.center[part], there.traces.center_losses(part))
+        lost = np.abs(mine.losses[part] + mine.center[part] - truth).max((0, 1))
+        assert (lost < 1e-3 * truth.std((0, 1))).all()
+    packed = kept.KeptBank(tmp_path / "kept" / "bank-all-0.5.npz")
+    np.testing.assert_array_equal(packed.values(), bank.values())
+    np.testing.assert_array_equal(packed.subsets.members, bank.subsets.members)
+    assert packed.summary() == bank.summary()
+    for options in ({}, {"normalize": True}, {"normalize": True, "kappa": 10.0}):
+        ours, theirs = mine.influence(**options), there.influence(**options)
+        assert np.abs(ours.values - theirs.values).max() < 1e-3 * np.abs(theirs.values).max()
+        assert lds(packed, ours, bootstrap=0).value == pytest.approx(lds(bank, theirs, bootstrap=0).value, abs=2e-3)
+    with pytest.raises(jostle.InputError, match="fingerprint"):
+        lds(packed, kept.influence(*mine.losses.values(), {"train": "another"}, normalize=False))
+    (tmp_path / "kept" / "all-small.1.npz").unlink()
+    with pytest.raises(ValueError, match="60 of 100 draws"):
+        kept.read_run(tmp_path / "kept", "all-small")
+
+
+def test_of_sequences_the_mean_over_tokens_is_kept(tmp_path: Path) -> None:
+    from architectures import VOCABULARY, tiny
+
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(3, VOCABULARY, length).tolist() for length in (6, 9, 4)]
+    made = jostle.attribute(
+        tiny("llama", "sdpa"), rows, rows[:2], loss=jostle.losses.next_token(), chains=2, draws=5, progress=False,
+        posterior=jostle.Posterior(n_beta=10, localization=100), sampler=jostle.SGLD(step_size=1e-3),
+    )  # fmt: skip
+    kept.write_run(tmp_path, "one", made)
+    mine, columns = kept.read_run(tmp_path, "one"), made.traces.columns("train")
+    truth = SequenceLosses(made.traces.losses("train"), columns, "mean")[:, :, :]
+    np.testing.assert_allclose(mine.losses["train"] + mine.center["train"], truth, atol=1e-3 * truth.std((0, 1)).min())
+    first = made.traces.center_losses("train")[columns.of(1)]
+    assert mine.center["train"][1] == pytest.approx(first.mean())
+    np.testing.assert_allclose(mine.influence().values, made.influence().values, rtol=5e-3, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:RMSpropSGLD")  # its remark on the stabilizer
 def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "DRAWS", 20)
@@ -137,6 +258,22 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     assert claim["standard_error"] == pytest.approx(np.hypot(abs(values[0] - values[1]) / 2, control["standard_error"]))
     # Called again, there is nothing left to do.
     samplers.measure(*arguments, Budget(-1), draws=10, seeds=2)
+    # More seeds of some rows: the references stay as they are, and claims take what there is of each.
+    keeping = (dataclasses.replace(setting, keep=tmp_path / "kept"), *arguments[1:])
+    some = ["paper*", samplers.CONTROL]
+    samplers.measure(*keeping, Budget(10), draws=10, seeds=3, reference_seeds=2, only=some)
+    more = json.loads((tmp_path / "record.json").read_text())["measured"]["linear regression"]["summary"]
+    third = [name for name, row in more["table"].items() if row["seeds"] == 3]
+    assert third == [samplers.CONTROL, f"{samplers.CONTROL}{samplers.READ}"]
+    one = more["table"][third[1]][samplers.TENTH]["covariance"]
+    references = (more["table"][name][samplers.ALL]["covariance"] for name in samplers.REFERENCES)
+    other = max(references, key=lambda one: one["mean"])
+    claim = more["claims"][third[1]]["covariance"]["a tenth against the better reference"]
+    assert claim["difference"] == pytest.approx(one["mean"] - other["mean"])
+    assert claim["standard_error"] == pytest.approx(np.hypot(one["standard_error"], other["standard_error"]))
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        "bank-linear_regression-0.5.npz", "linear_regression-Gaussian__no_gradient__seed_2.npz",
+    }  # fmt: skip
     samplers.draw({"linear regression": kept}, tmp_path / "samplers.png")
     assert (tmp_path / "samplers.png").stat().st_size > 10_000
 

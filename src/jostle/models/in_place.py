@@ -58,7 +58,7 @@ class InPlace(FunctionalModel):
         self._placed_version: int | None = None
         self._prefix = Prefix(model, self._parameters)
         self._compiled: list[nn.Module] = []
-        self._graphs: dict[Hashable, _Graph] | None = None
+        self._graphs: dict[Hashable, Graph] | None = None
         self._lasting = contextlib.ExitStack()
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
         self.replayed = 0
@@ -243,7 +243,7 @@ class InPlace(FunctionalModel):
             return function(*inputs)
         if key not in self._graphs:
             try:
-                self._graphs[key] = _Graph(function, inputs, self._pool)
+                self._graphs[key] = Graph(function, inputs, self._pool)
             except Exception as error:  # a model may do anything that a graph cannot hold
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 log.info("passes are not recorded as CUDA graphs (%s)", reason[:150])
@@ -254,7 +254,7 @@ class InPlace(FunctionalModel):
         return self._graphs[key](*inputs)
 
 
-class _Graph:
+class Graph:
     """A function of tensors, recorded once; its inputs and its output keep their places in memory."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], pool: Any) -> None:
@@ -282,6 +282,7 @@ class _Graph:
             raise
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        """Replay it on other inputs of the same shapes; the result is good until the next call."""
         for place, value in zip(self._inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
         self._graph.replay()
