@@ -114,7 +114,7 @@ def test_rmsprop_sgld_with_a_frozen_preconditioner(off_minimum: float, record: R
 def test_minibatches_add_the_noise_of_the_lyapunov_equation(record: Record) -> None:
     problem = LinearGaussian.random(samples=40, weights=2, n_beta=40, localization=20, seed=2)
     step_size, batch_size = 0.25 / np.linalg.eigvalsh(problem.precision)[-1], 4
-    run = sample(problem, jostle.SGLD(step_size=step_size), batch_size=batch_size, thin=10, draws=200)
+    run = sample(problem, jostle.SGLD(step_size=step_size), batch_size=batch_size, thin=10, draws=300)
     expected = problem.minibatch_covariance(step_size, batch_size)
     weights = weight_covariance(run)
     assert weights.standard_error is not None
@@ -284,7 +284,7 @@ def test_second_order_term_of_the_laplace_expansion(record: Record) -> None:
     run = jostle.attribute(
         model, picked, picked,
         posterior=jostle.Posterior(n_beta=0, localization=6), sampler=jostle.SGLD(step_size=1 / 3),
-        chains=16, draws=2500, burn_in=1, thin=1, progress=False,
+        chains=16, draws=4000, burn_in=1, thin=1, progress=False,
     )  # fmt: skip
     bif = run.influence(standard_error=True)
     gaussian = jostle.Posterior(n_beta=0, localization=3)
