@@ -31,7 +31,8 @@ audit: $(INSTALLED) ## Ask whether a pinned dependency has a known vulnerability
 # The stamp is written last, so an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Most modules are never imported: those that are, Python compiles then.
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	# kronfluence asks for torchvision and never imports it; without that, EK-FAC is small.
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps kronfluence einconv opt_einsum einops
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --no-deps kronfluence einconv opt_einsum einops
 	@touch $@

@@ -45,7 +45,7 @@ def algorithm_1(
                 L[i, c * draws + t] = loss(model, tuple(part[i : i + 1] for part in train)).item()
             for j in range(p):
                 Phi[j, c * draws + t] = loss(model, tuple(part[j : j + 1] for part in query)).item()
-            batch = randomness.minibatch(seed, c, t, size=batch_size, of=n)
+            (batch,) = randomness.minibatches(seed, [c], t, size=batch_size, of=n)
             model.zero_grad()
             for k in batch:
                 (loss(model, tuple(part[k : k + 1] for part in train))[0] / len(batch)).backward()

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 import jostle
+from jostle import calibration
 from jostle.calibration import (
     Probe,
     _noise,
@@ -89,6 +90,24 @@ def test_the_chosen_localization_gives_the_chosen_rise() -> None:
     many = measured_rises(probe, localization, seed=5, count=500)
     assert abs(many.mean() - expected) < 4 * standard_error(many)
     assert standard_error(many) < 0.05 * expected
+
+
+@pytest.mark.parametrize("order", [1, 2, 3.95, 8])
+def test_the_chosen_rise_is_found_whatever_the_order_of_the_loss(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L(w) = Σ|wᵢ|ᵏ: a guess that takes every loss for a quadratic one goes to and fro where k is nearly 4."""
+    model, trials = nn.Linear(200, 1, bias=False).double(), []
+    nn.init.zeros_(model.weight)
+    probe = probe_of(model, torch.zeros(2, 1), lambda model, batch: model.weight.abs().pow(order).sum().expand(2))
+    measure = calibration.measured_rises
+    monkeypatch.setattr(
+        calibration, "measured_rises", lambda *given, **named: trials.append(given) or measure(*given, **named)
+    )
+    localization, rises = localization_for(probe, 0.2)
+    assert rises.mean() == pytest.approx(0.2, rel=0.03)
+    # E|ξ|ᵏ = 2^(k/2)·Γ((k + 1)/2)/√π
+    moment = 2 ** (order / 2) * math.gamma((order + 1) / 2) / math.sqrt(math.pi)
+    assert 200 * moment * localization ** (-order / 2) == pytest.approx(0.2, abs=4 * standard_error(rises) + 0.006)
+    assert len(trials) < 15
 
 
 def test_a_part_of_the_data_stands_for_it() -> None:
@@ -374,10 +393,9 @@ def test_a_language_model_unattended(tmp_path: Path) -> None:
     texts, _ = language.corpus(language.CORPUS_SEED)
     samples = [example.sample for example in language.read(texts[:10], tokenizer)]
     chosen = calibrate(
-        model, samples, samples[:2], loss=jostle.losses.next_token(), weights="attention", rise=0.2, kappa=0.3,
-        batch_size=5,
+        model, samples, samples[:2], loss=jostle.losses.next_token(), weights="mlp", rise=0.2, kappa=0.3, batch_size=5,
     )  # fmt: skip
     assert chosen.pilot is not None
-    assert chosen.rise == pytest.approx(0.2, rel=0.04)
+    assert chosen.rise == pytest.approx(0.2, rel=0.03)
     assert 0.05 < chosen.pilot["rise"] < 0.3  # the gradient holds it below the control's
     assert chosen.curvature.largest > 0

@@ -453,7 +453,12 @@ if __name__ == "__main__":
     import joblib, numpy as np
     from task import QUERY_SET, TRAIN_SET, fit
     from jostle.evaluate import random_subsets, retrain
+    import dask
     from dask.distributed import Client, LocalCluster
+    from distributed.utils import get_mp_context
+    # Workers are forked from a process that has imported everything once.
+    dask.config.set({{"distributed.worker.multiprocessing-method": "forkserver"}})
+    get_mp_context().set_forkserver_preload(["distributed", "jostle.evaluate", "task"])
     subsets = random_subsets(20, 6)
     plain = retrain(fit, TRAIN_SET, QUERY_SET, subsets=subsets, out={str(tmp_path / "plain")!r})
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:

@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from threading import Thread, get_ident
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -141,16 +141,26 @@ def test_nobody_goes_on_before_all_have_ended() -> None:
 
 
 def test_what_a_copy_does_not_hold_is_not_spread() -> None:
-    """Functions of the user's, which may hold the model itself, and hooks, which all copies share."""
-    loss, model = jostle.losses.classification(), classifier()
-    assert can_spread(model, (loss, jostle.losses.next_token()), {})
-    assert not can_spread(model, (loss, lambda network, batch: loss(model, batch)), {})
-    assert not can_spread(model, (loss,), {"norm": lambda _: next(model.parameters()).norm()[None]})
+    """Functions of the user's, which may hold the model itself, and hooks and samplers, which all copies share."""
+    loss, model, sampler = jostle.losses.classification(), classifier(), jostle.SGLD(step_size=1e-3)
+    assert can_spread(model, (loss, jostle.losses.next_token()), {}, sampler)
+    assert not can_spread(model, (loss, lambda network, batch: loss(model, batch)), {}, sampler)
+    assert not can_spread(model, (loss,), {"norm": lambda _: next(model.parameters()).norm()[None]}, sampler)
     for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
         hook = getattr(model[1], f"register_{register}")(lambda *_: None)  # type: ignore[index]
-        assert not can_spread(model, (loss,), {})
+        assert not can_spread(model, (loss,), {}, sampler)
         hook.remove()
-    assert can_spread(model, (loss,), {})
+    assert can_spread(model, (loss,), {}, sampler)
+
+
+class Remembering(jostle.SGLD):
+    """A user's own, which remembers who asked it to move chains."""
+
+    asked_by: ClassVar[set[int]] = set()
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        self.asked_by.add(get_ident())
+        return super().step(*given, **named)
 
 
 class HoldsOn(nn.Module):
@@ -219,7 +229,7 @@ def test_chosen_where_it_is_quicker(
 
     def run(name: str, draws: int, model: nn.Module | None = None, **others: Any) -> jostle.Run:
         return jostle.attribute(
-            model or classifier(), points(), points(), draws=draws, out=tmp_path / name, **asked, **others
+            model or classifier(), points(), points(), draws=draws, out=tmp_path / name, **(asked | others)
         )
 
     plain = run("plain", 80)
@@ -242,6 +252,9 @@ def test_chosen_where_it_is_quicker(
     hooked = classifier()
     hooked.register_forward_hook(lambda *_: None)
     assert run("hooked", 80, hooked).manifest["execution"]["threads"] == 1
+    own = run("own", 80, sampler=Remembering(step_size=1e-3))
+    assert own.manifest["execution"]["threads"] == len(Remembering.asked_by) == 1
+    np.testing.assert_allclose(own.traces.losses("train")[:], losses[0], rtol=1e-9)
     with caplog.at_level(logging.WARNING, "jostle"):
         run("longer", 90, hooked)
     assert "chains were spread over 2 threads and are not now" in caplog.text

@@ -28,7 +28,7 @@ WITHIN = {
         "thinning", "stopping", "signals",
     ],
     "runs": [
-        "run", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",
+        "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",
     ],
     "asking": ["tasks", "requests"],
 }  # fmt: skip

@@ -164,6 +164,23 @@ def test_checkpoints_count_what_is_on_the_disk(tmp_path: Path, monkeypatch: pyte
     assert saved > 12
 
 
+def test_what_is_extended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptions of arrays, and losses at w*, of a new run, with more draws, more chains and more queries."""
+    synced: dict[str, bytes] = {}
+
+    def noting(number: int) -> None:
+        path = Path(os.path.realpath(f"/proc/self/fd/{number}"))
+        synced[str(path)] = path.read_bytes() if path.is_file() else b""
+
+    monkeypatch.setattr(os, "fsync", noting)
+    for changes in ({}, {"draws": 9}, {"draws": 9, "chains": 4}, {"draws": 9, "chains": 4, "query": (X[:5], Y[:5])}):
+        sample(tmp_path, **changes)
+        there = {str(path): path.read_bytes() for path in (tmp_path / "traces.zarr").rglob("*") if path.is_file()}
+        assert len(there) > 15
+        assert {path: synced.get(path) for path in there} == there
+        synced = {path: content for path, content in synced.items() if path in there}
+
+
 def test_sums_take_more_chains_but_not_more_draws(tmp_path: Path) -> None:
     sample(tmp_path, keep="covariance")
     extended = sample(tmp_path, keep="covariance", chains=4)
@@ -653,13 +670,13 @@ def test_resume_and_extend(task: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("extended", [False, True])
-@pytest.mark.parametrize(("at_once", "looks"), [(1, 4), (1, 8), (2, 4)])
+@pytest.mark.parametrize(("at_once", "looks", "thin"), [(1, 4, 2), (1, 8, 2), (2, 4, 2), (1, 5, 1)])
 def test_draws_so_far_are_counted(
-    at_once: int, looks: int, extended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_once: int, looks: int, thin: int, extended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against how often chains were looked at, one after another or side by side."""
+    """Against how often chains were looked at, one after another or side by side; also right before a last draw."""
     if extended:
-        sample(tmp_path, draws=3, chains_at_once=at_once)
+        sample(tmp_path, draws=3, thin=thin, chains_at_once=at_once)
     seen = observed(monkeypatch)
     observe = jostle.chains.chain.Dynamics.observe
 
@@ -670,7 +687,7 @@ def test_draws_so_far_are_counted(
 
     monkeypatch.setattr(jostle.chains.chain.Dynamics, "observe", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        sample(tmp_path, chains=3, chains_at_once=at_once)
+        sample(tmp_path, chains=3, thin=thin, chains_at_once=at_once)
     assert len(seen) == looks
     there = 6 * extended + sum(len(chains) for chains, _ in seen)
     assert str(caught.value) == f"stopped with {there} of 3 × 6 draws; the same command or call goes on"

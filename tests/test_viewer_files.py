@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import jostle
 from jostle.cli import app
 from jostle.errors import InputError
-from jostle.runs.layout import _images
+from jostle.runs.examples import images_of
 from jostle.scores import Scores
 from viewing import token_run, write_run
 
@@ -175,12 +175,12 @@ def test_a_run_keeps_the_images_it_is_given(tmp_path: Path) -> None:
     ],
 )
 def test_pixels_mean_what_they_usually_do(image: np.ndarray, expected: list[list[int]]) -> None:
-    kept = _images("train", [{"image": image}])
+    kept = images_of("train", [{"image": image}])
     assert kept is not None
     np.testing.assert_allclose(kept[0, :, :, 0].astype(int), expected, atol=1)
 
 
 def test_images_of_many_shapes_are_refused() -> None:
     with pytest.raises(InputError, match=r"images of train of shape \(4, 4\) and \(5, 4\)"):
-        _images("train", [{"image": np.zeros((4, 4))}, {"image": np.zeros((5, 4))}])
-    assert _images("train", [{"image": np.zeros((4, 4))}, {"label": 1}]) is None
+        images_of("train", [{"image": np.zeros((4, 4))}, {"image": np.zeros((5, 4))}])
+    assert images_of("train", [{"image": np.zeros((4, 4))}, {"label": 1}]) is None

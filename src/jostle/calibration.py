@@ -257,7 +257,8 @@ def measured_rises(probe: Probe, localization: float, *, seed: int = 0, count: i
 def localization_for(probe: Probe, rise: float, *, seed: int = 0) -> tuple[float, np.ndarray]:
     """The localization at which Gaussian perturbations raise the mean loss by so many nats, and the rises it gives.
 
-    The same noise at every trial makes the rise a smooth function of γ; bisection on log γ finds where it is right.
+    The same noise at every trial makes the rise a smooth function of γ; between one that is too low and one that is too
+    high, log rise is interpolated in log γ.
     """
     typical = probe.model.moving.center.square().mean().sqrt().item() or 1.0
     scale, rises = 1e-2 * typical, np.empty(0)
@@ -271,13 +272,16 @@ def localization_for(probe: Probe, rise: float, *, seed: int = 0) -> tuple[float
 def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, count: int) -> tuple[float, np.ndarray]:
     """The standard deviation of perturbations that raise the mean loss so far, from a first guess of it."""
     tried: dict[float, np.ndarray] = {}
-    lower, upper = 0.0, math.inf
+    (lower, low), (upper, high) = (0.0, 0.0), (math.inf, math.inf)
     while len(tried) < MOST_TRIALS and lower < upper / (1 + 1e-4):
         rises = tried[scale] = measured_rises(probe, scale**-2, seed=seed, count=count)
         mean = float(rises.mean()) if np.isfinite(rises).all() else math.inf
         if abs(mean / rise - 1) <= RISE_TOLERANCE:
             break
-        lower, upper = (scale, upper) if mean < rise else (lower, scale)
+        if mean < rise:
+            lower, low = scale, mean
+        else:
+            upper, high = scale, mean
         if lower > WIDEST * typical:
             raise InputError(
                 "rise",
@@ -286,9 +290,12 @@ def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, 
                 expected="a rise that the loss can reach",
                 fix="ask for a smaller one",
             )
-        # A quadratic loss would be there with the next guess; what it leaves open is halved.
-        guess = scale * min(10.0, max(0.1, math.sqrt(rise / max(mean, 1e-30))))
-        scale = guess if lower < guess < upper else math.sqrt(lower * upper)
+        if lower and upper < math.inf:
+            # Between two trials a loss of any order is a power of the distance; neither end may stay for ever.
+            share = math.log(rise / low) / math.log(high / low) if low > 0 and high < math.inf else 0.5
+            scale = lower * (upper / lower) ** min(0.9, max(0.1, share))
+        else:  # a quadratic loss would be there with the next guess
+            scale *= min(10.0, max(0.1, math.sqrt(rise / max(mean, 1e-30))))
     best = min(tried, key=lambda one: abs(_finite(tried[one].mean()) - rise))
     return best, tried[best]
 

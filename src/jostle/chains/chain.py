@@ -109,10 +109,8 @@ class Dynamics:
         config, n = self.config, len(self._sampling_data)
         if not config.posterior.n_beta:
             return torch.zeros_like(group.weights)
-        batches = [
-            randomness.minibatch(config.seed, chain, group.step, size=config.batch_size, of=n)
-            for chain in self._sources(group.chains)
-        ]
+        sources = self._sources(group.chains)
+        batches = randomness.minibatches(config.seed, sources, group.step, size=config.batch_size, of=n)
         gradient = self._mean_loss_gradient(group.weights, batches)
         if not config.control_variates or config.batch_size >= n:
             return gradient

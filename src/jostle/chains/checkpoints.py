@@ -37,12 +37,13 @@ class Checkpoints:
     def _path(self, chain: int) -> Path:
         return self._directory / f"chain-{chain:04d}.safetensors"
 
-    def save(self, group: Group, model: FunctionalModel, recorder: Recorder) -> None:
-        """Store a group, between two steps; draws it has passed must be flushed already.
+    def save(self, group: Group, model: FunctionalModel, recorder: Recorder, draws: int) -> None:
+        """Store a group, between two steps; the draws it has passed, so many, must be flushed already.
 
         What is stored is whole, however the model is spread, so that another number of processes can go on with it.
         """
         self._directory.mkdir(exist_ok=True)
+        about = {"step": group.step, "draws": draws, "seconds": self.seconds}
         for row, chain in enumerate(group.chains):
             tensors = {"weights": model.gather(group.weights[row])}
             for name, value in group.statistics.items():
@@ -50,13 +51,17 @@ class Checkpoints:
                 tensors[f"statistics/{name}"] = model.gather(value[row]) if per_weight else value[row]
             tensors |= {f"recorder/{name}": value for name, value in recorder.unfinished(chain).items()}
             if model.crew.leads:
-                write_tensors(self._path(chain), tensors, {"step": group.step, "seconds": self.seconds})
+                write_tensors(self._path(chain), tensors, about)
 
     def steps(self, chains: Iterable[int]) -> dict[int, int]:
         """Return the step at which each chain can go on."""
         return {
             chain: read_metadata(self._path(chain))["step"] if self._path(chain).exists() else 0 for chain in chains
         }
+
+    def draws(self, chain: int) -> int:
+        """Return how many draws of a chain there were when it was stored."""
+        return read_metadata(self._path(chain)).get("draws", 0) if self._path(chain).exists() else 0
 
     def load(self, chains: list[int], step: int, dynamics: Walk, recorder: Recorder) -> Group:
         """Return chains as they were stored at this step."""

@@ -10,7 +10,7 @@ others move.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -44,6 +44,7 @@ class _Counter:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed % 2**64
+        self._nothing = np.zeros(4, np.uint64)
         self._bits = np.random.Philox(0)
         self._generator = np.random.Generator(self._bits)
 
@@ -54,7 +55,7 @@ class _Counter:
         self._bits.state = {
             "bit_generator": "Philox",
             "state": {"counter": counter, "key": key},
-            "buffer": np.zeros(4, np.uint64),
+            "buffer": self._nothing,
             "buffer_pos": 4,
             "has_uint32": 0,
             "uinteger": 0,
@@ -62,11 +63,12 @@ class _Counter:
         return self._generator
 
 
-def minibatch(seed: int, chain: int, step: int, *, size: int, of: int) -> np.ndarray:
-    """Return the indices of one minibatch, drawn without replacement; all of them, in order, where it is whole."""
+def minibatches(seed: int, chains: Sequence[int], step: int, *, size: int, of: int) -> list[np.ndarray]:
+    """Return the indices of each chain's minibatch, drawn without replacement; all, in order, where it is whole."""
     if size >= of:
-        return np.arange(of)
-    return _Counter(seed).at("minibatch", chain, step).choice(of, size, replace=False, shuffle=False)
+        return [np.arange(of)] * len(chains)
+    counter = _Counter(seed)
+    return [counter.at("minibatch", chain, step).choice(of, size, replace=False, shuffle=False) for chain in chains]
 
 
 def noise(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def run_chains(
                 started = time.monotonic()
                 failures += health.examine(group, recorder)[0]
                 recorder.flush()
-                checkpoints.save(group, dynamics.model, recorder)
+                checkpoints.save(group, dynamics.model, recorder, bisect_left(config.steps, group.step))
                 clock.took(time.monotonic() - started)
             if stop:
                 raise KeyboardInterrupt
@@ -109,7 +110,7 @@ def run_chains(
             recorder.finish(chain)
         if group.chains:
             remarks += config.sampler.remarks(group.statistics)
-            checkpoints.save(group, dynamics.model, recorder)
+            checkpoints.save(group, dynamics.model, recorder, draws)
     return failures, remarks
 
 

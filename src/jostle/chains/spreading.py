@@ -23,21 +23,27 @@ from jostle.chains.chain import Dynamics, Group
 from jostle.chains.observing import Observer
 from jostle.losses import FACTORIES, Loss
 from jostle.models.functional import SideBySide
+from jostle.samplers import BAOAB, SGLD, Sampler
 
 Result = TypeVar("Result")
 
 BUILT_IN = frozenset(type(factory()) for factory in FACTORIES)
 """Losses that know of no model but the one they are given."""
 
+OUR_SAMPLERS = (SGLD.__module__, BAOAB.__module__)
+"""Rules that remember nothing, but for their statistics."""
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def can_spread(model: nn.Module, losses: Iterable[Loss], observables: Mapping[str, Any]) -> bool:
+def can_spread(model: nn.Module, losses: Iterable[Loss], observables: Mapping[str, Any], sampler: Sampler) -> bool:
     """Return whether every thread may have a copy of the model.
 
     Functions are not copied with it: one of a user's may hold on to the model itself, which stays at w*, and the hooks
-    of all copies write to the same place.
+    of all copies write to the same place. Nor is a sampler: one of a user's may remember what it did.
     """
+    if type(sampler).__module__ not in OUR_SAMPLERS:
+        return False
     hooked = any(getattr(module, name, None) for module in model.modules() for name in HOOKS)
     return not observables and not hooked and all(type(loss) in BUILT_IN for loss in losses)
 

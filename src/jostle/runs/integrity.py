@@ -44,12 +44,11 @@ def so_far(run: Run) -> str:
     chains, draws, whole = run.config["chains"], run.config["draws"], run.manifest.get("recorded", {})
     if run.manifest["status"] == ADDING_QUERIES:
         return f"all {chains} × {run.draws} draws, and not yet all queries at them"
-    burn_in, thin = run.config["burn_in"], run.config["thin"]
-    there = 0
-    for chain, step in Checkpoints(run.directory / "state").steps(range(chains)).items():
-        # A chain waits before the draw of its step, but for the last one: it stays there when it is done.
-        done = -((burn_in - step) // thin) + (step == burn_in + (draws - 1) * thin)
-        there += max(0, min(done, draws), whole.get("draws", 0) if chain < whole.get("chains", 0) else 0)
+    checkpoints = Checkpoints(run.directory / "state")
+    there = sum(
+        max(checkpoints.draws(chain), whole.get("draws", 0) if chain < whole.get("chains", 0) else 0)
+        for chain in range(chains)
+    )
     most = "at most " if run.config.get("until") or run.config.get("minutes") else ""
     return f"{there} of {most}{chains} × {draws} draws"
 

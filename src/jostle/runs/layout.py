@@ -22,7 +22,6 @@ import numpy as np
 import safetensors
 import torch
 import yaml
-from jaxtyping import UInt8
 from torch import Tensor
 
 from jostle._version import __version__
@@ -33,6 +32,7 @@ from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.errors import InputError, StorageError
 from jostle.models.weights import MovingWeights
+from jostle.runs.examples import images_of, write_examples
 from jostle.runs.run import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.traces.store import Traces
 from jostle.traces.stores import Place, check_url, require_free
@@ -305,7 +305,7 @@ def _make_room(
     traces = Traces(place_of_traces(directory, manifest), writable=True)
     traces.widen("query", observer.columns, center["loss on query"].numpy())
     write_tensors(directory / "center.safetensors", center, about)
-    _write_examples(directory, {name: shown for name, shown in examples.items() if name == "query"})
+    write_examples(directory, {name: shown for name, shown in examples.items() if name == "query"})
 
 
 def _set_aside(directory: Path) -> None:
@@ -383,7 +383,7 @@ def create_run(
 ) -> None:
     """Lay out a run; the manifest is written last, and a start that was cut off is cleared away by the next one."""
     for name, shown in examples.items():
-        _images(name, shown)  # refused before anything is written
+        images_of(name, shown)  # refused before anything is written
     begun, place = directory / BEGUN, place_of_traces(directory, manifest)
     overwrite = _begun_at(directory, place)
     try:
@@ -391,7 +391,7 @@ def create_run(
             _clear(directory)
         begun.write_text(str(place))
         _write_config(directory, config, source)
-        _write_examples(directory, examples)
+        write_examples(directory, examples)
         write_tensors(directory / "center.safetensors", at_center, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
@@ -427,55 +427,6 @@ def await_run(directory: Path, rank: int) -> None:
                 expected="a directory on a file system that all ranks share",
             )
         time.sleep(0.1)
-
-
-def _write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Keep what is shown of examples, each file whole or not at all."""
-    for name, shown in examples.items():
-        (directory / "examples").mkdir(exist_ok=True)
-        words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
-        lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
-        replace_file(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
-        pixels = _images(name, shown)
-        if pixels is not None:
-            temporary = directory / "examples" / f"{name}.partial"
-            with open(temporary, "wb") as file:
-                np.save(file, pixels)
-            os.replace(temporary, directory / "examples" / f"{name}.images.npy")
-
-
-def _images(name: str, shown: Sequence[Mapping[str, Any]]) -> UInt8[np.ndarray, "sample height width channel"] | None:
-    """The ``image`` of every example, as bytes: of 0 to 255, of 0 to 1, or of whatever range they have."""
-    if not shown or not all("image" in example for example in shown):
-        return None
-    arrays = [np.asarray(example["image"]) for example in shown]
-    shapes = sorted({array.shape for array in arrays})
-    first = shapes[0]
-    if len(shapes) > 1 or len(first) not in (2, 3) or (len(first) == 3 and not {first[0], first[2]} & {1, 3}):
-        raise InputError(
-            "examples",
-            got=f"images of {name} of shape {' and '.join(map(str, shapes[:3]))}",
-            expected="one shape: (height, width), or with 1 or 3 channels first or last",
-        )
-    images = np.stack(arrays)
-    if len(first) == 2:
-        images = images[..., None]
-    elif first[2] not in (1, 3):
-        images = np.moveaxis(images, 1, -1)
-    if images.dtype != np.uint8:
-        images = np.nan_to_num(images.astype(np.float32))
-        low, high = min(0.0, float(images.min())), float(images.max())
-        # 0 to 1 and 0 to 255 mean what they usually do; anything else (standardized channels) is stretched.
-        if low < 0 or high > 255:
-            images = (images - low) / max(high - low, 1e-12)
-            high = 1.0
-        images = (images * (255 if high <= 1 else 1)).round().astype(np.uint8)
-    return images
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays as JSON has them; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _clear(directory: Path) -> None:

@@ -213,7 +213,7 @@ def prepare(
             together = Dynamics(SideBySide(model, moving, bfloat16=bfloat16), config, **parts)
             # What is read from somewhere else may not bear being read by several threads.
             in_memory = all(part.on_device for part in (data.drawn_from, *data.observed.values()))
-            safe = in_memory and can_spread(model, (loss, driving_loss), functions.observables)
+            safe = in_memory and can_spread(model, (loss, driving_loss), functions.observables, config.sampler)
             if threads > 1 and safe and in_place.device.type == "cpu":
                 spread = Spread(OnEveryThread(model, moving, bfloat16=bfloat16), config, threads=threads, **parts)
         elif chains_at_once is not None:

@@ -22,7 +22,8 @@ class Sampler(Protocol):
 
     The weights of a very large model come in blocks, one after another, and gradient, noise and whatever else has their
     shape with them. A rule that needs all weights of a chain at once (for a mean over them) says so with a class
-    attribute ``whole_chain = True``; one whose every step is a new draw, with ``independent = True``.
+    attribute ``whole_chain = True``; one whose every step is a new draw, with ``independent = True``. Chains that a
+    rule of a user's own moves are not spread over threads.
     """
 
     def init(self, weights: Weights) -> Statistics:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,7 @@ class Traces:
         """Store the losses at w*."""
         with reaching(self.place):
             self._array(f"{name}/center_losses")[:] = losses
+        self._sync_descriptions()
 
     def record(
         self,
@@ -243,6 +245,15 @@ class Traces:
             with contextlib.suppress(FileNotFoundError):  # a chunk without a number in it is not written
                 to_disk(path)
 
+    def _sync_descriptions(self) -> None:
+        """See that everything but the draws is on the disk: what arrays there are, of which shape, and what of."""
+        if isinstance(self.place, Path):
+            draws = {str(self.place / path / "c") for path in self.arrays}
+            for folder, within, files in os.walk(self.place):
+                within[:] = [name for name in within if os.path.join(folder, name) not in draws]
+                self._written |= {Path(folder, name) for name in files}
+            self.sync()
+
     def extend(self, chains: int, steps: Sequence[int]) -> None:
         """Make room for so many chains in all, with draws at these steps in all; what is there stays."""
         with reaching(self.place):
@@ -252,6 +263,7 @@ class Traces:
                     array.resize((chains, len(steps), array.shape[2]))
             for name in self.sets:
                 self._replace(name, {"chain": np.arange(chains), "step": np.asarray(steps)})
+        self._sync_descriptions()
 
     def widen(self, name: str, columns: Columns, center_losses: Float[np.ndarray, " column"]) -> None:
         """Make room for more samples of a set, after those that are there; what is there stays."""
@@ -264,6 +276,7 @@ class Traces:
             losses = self._array(f"{name}/losses")
             losses.resize((*losses.shape[:2], columns.total))
             self._replace(name, fields)
+        self._sync_descriptions()
 
     def _replace(self, name: str, fields: Mapping[str, np.ndarray]) -> None:
         """Write what is known of a set's chains, draws and columns, which may be more of them than there were."""
