@@ -212,7 +212,7 @@ def losses_of(subject: Subject, path: Path, draws: int) -> tuple[np.ndarray, np.
             subject.model, subject.train, subject.query, loss=subject.loss, chains=CHAINS, draws=draws // CHAINS,
             progress=False, **chosen.settings,
         )  # fmt: skip
-        np.savez(path, **{part: mean_losses(run, part) for part in ("train", "query")})
+        np.savez(path, train=mean_losses(run, "train"), query=mean_losses(run, "query"))
     with np.load(path) as arrays:
         return arrays["train"], arrays["query"]
 
