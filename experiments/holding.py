@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 
 import jostle
 from experiments import cifar10_retraining, reading, resolution
-from experiments.resolution import SUBSETS, Convolutional, halves, lds_over_queries
+from experiments.resolution import SUBSETS, halves, lds_over_queries
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
 from experiments.samplers import mean_losses
 from jostle.attributors import ekfac, gradient_similarity
-from jostle.conditioning import Conditioned, Moves
+from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
 from jostle.data.datasets import Data
+from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, Measure, random_subsets
 from jostle.losses import Loss
@@ -191,13 +193,20 @@ WARM: dict[str, Callable[[Path | None], FromWarmStart]] = {
     "mlp from a warm start": lambda data: warm_digits(
         lambda: nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
     ),
-    "cnn from a warm start": lambda data: warm_digits(Convolutional),
     "CIFAR-10 from a warm start": warm_cifar,
 }
 SUBJECTS: dict[str, Callable[[Path | None], Callable[[Path, Record, Budget], Subject]]] = {
     **{name: lambda data, name=name: as_before(name) for name in reading.CASES},
     "wide mlp": lambda data: wide,
     **WARM,
+}
+
+
+GROUPS = {
+    "tried": [*reading.TRIED],
+    "not tried": [*reading.UNSEEN, "wide mlp"],
+    "mlp from a warm start": ["mlp from a warm start"],
+    "CIFAR-10 from a warm start": ["CIFAR-10 from a warm start"],
 }
 
 
@@ -302,6 +311,101 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
             print(f"{name} {key}, {part} draws: {shown}", flush=True)
 
 
+def support(table: Mapping[str, Any], kappa: float) -> float:
+    """That of `jostle.conditioning.Halves`, from the agreement of halves in the record."""
+    roots = [math.sqrt(max(0.0, 2 * r / (1 + r))) for r in (table[f"{at:g}"]["values"] for at in (kappa, 0.0))]
+    return roots[0] / roots[1]
+
+
+def chosen(table: Mapping[str, Any], least: float = LEAST_SUPPORT) -> float:
+    """What ``kappa="auto"`` reads at."""
+    return next((kappa for kappa in CHOICES if support(table, kappa) >= least), 0.0)
+
+
+def gains(measured: Mapping[str, Any], kind: str, least: float = LEAST_SUPPORT) -> list[dict[str, Any]]:
+    """For every model, part of the draws and bank: the LDS at 0, and what a κ, or the choice, adds to it."""
+    rows = []
+    for name, kept in measured.items():
+        for part, both in kept["parts"].items():
+            # The choice is that of covariances, for either kind.
+            table, auto = both[kind], chosen(both["covariance"], least)
+            for bank in table["0"]["lds"]:
+                lds = {kappa: table[f"{kappa:g}"]["lds"][bank]["lds"] for kappa in KAPPAS}
+                rows.append({
+                    "name": name, "draws": int(part), "bank": bank, "lds": lds[0.0], "auto": auto,
+                    "gain": {kappa: lds[kappa] - lds[0.0] for kappa in KAPPAS} | {"auto": lds[auto] - lds[0.0]},
+                    "support": {kappa: support(both["covariance"], kappa) for kappa in CHOICES},
+                })  # fmt: skip
+    return rows
+
+
+def summary(measured: Mapping[str, Any], kind: str, least: float = LEAST_SUPPORT) -> str:
+    """Mean and worst gain over κ = 0 of groups of models."""
+    lines = [f"| {kind} | cells | κ = 3 | κ = 10 | auto |", "| --- | --- | --- | --- | --- |"]
+    for group, names in GROUPS.items():
+        rows = [row for row in gains(measured, kind, least) if row["name"] in names]
+        cells = []
+        for key in (3.0, 10.0, "auto"):
+            values = [row["gain"][key] for row in rows]
+            cells.append(f"{np.mean(values):+.3f}, worst {min(values):+.3f}" if values else "")
+        lines.append(f"| {group} | {len(rows)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def markdown(measured: Mapping[str, Any], kind: str) -> str:
+    """A line for each model, bank and part of the draws."""
+    lines = [
+        f"| {kind} | draws | support of 3 / 10 | κ = 0 | κ = 3 | κ = 10 | κ = 30 | auto |",
+        "| " + " | ".join(["---"] * 8) + " |",
+    ]
+    for row in gains(measured, kind):
+        cells = [f"{row['lds'] + row['gain'][kappa]:.3f}" for kappa in (0.0, 3.0, 10.0, 30.0)]
+        name = row["name"] + (f", {row['bank']}" if row["bank"] else "")
+        supported = " / ".join(f"{row['support'][kappa]:.2f}" for kappa in (3.0, 10.0))
+        auto = f"{row['lds'] + row['gain']['auto']:.3f} (κ = {row['auto']:g})"
+        lines.append(f"| {name} | {row['draws']:,} | {supported} | {' | '.join(cells)} | {auto} |")
+    return "\n".join(lines)
+
+
+def draw(measured: Mapping[str, Any], path: Path) -> None:
+    """What κ = 10 adds, against how far the draws support it; and against how long was retrained."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    marks = dict(zip(GROUPS, ("o", "s", "^", "v"), strict=True))
+    for colour, (group, names) in zip(CHAIN_COLOURS, GROUPS.items(), strict=False):
+        rows = [row for row in gains(measured, "covariance") if row["name"] in names]
+        left.plot(
+            [row["support"][10.0] for row in rows], [row["gain"][10.0] / row["lds"] for row in rows], marks[group],
+            color=colour, label=group, markersize=5, alpha=0.8,
+        )  # fmt: skip
+    left.axvline(LEAST_SUPPORT, color="0.4", linestyle=":")
+    left.set_xlabel("support of κ = 10 by the draws")
+    left.set_ylabel("change of the LDS from κ = 0 to 10, relative")
+    left.legend(fontsize=8)
+    lines = [(name, part) for name, part in (("mlp from a warm start", 400), ("mlp from a warm start", 1_600),
+             ("CIFAR-10 from a warm start", 400), ("CIFAR-10 from a warm start", 1_600))]  # fmt: skip
+    for colour, (name, part) in zip(CHAIN_COLOURS, lines, strict=False):
+        rows = [row for row in gains(measured, "correlation") if (row["name"], row["draws"]) == (name, part)]
+        rows = [row for row in rows if row["bank"].endswith("steps")]
+        if not rows:
+            continue
+        steps = [int(row["bank"].split()[0]) for row in rows]
+        changes = [row["gain"][10.0] / row["lds"] for row in rows]
+        right.plot(steps, changes, "o-", color=colour, label=f"{name}, {part:,} draws", markersize=4)
+    right.set_xscale("log")
+    right.set_xlabel("steps of retraining from the warm start")
+    right.set_ylabel("the same, of correlations")
+    if right.lines:
+        right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.axhline(0, color="0.4", linewidth=0.8)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="LDS and agreement of halves at several κ, after parts of the draws.")
     parser.add_argument("--only", default=",".join(SUBJECTS))
@@ -309,6 +413,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RECORDS / "holding.json")
     parser.add_argument("--data", type=Path, help="CIFAR-10's binary batches, for the model of them")
     parser.add_argument("--draws", type=int, default=PARTS[-1])
+    parser.add_argument("--figure", type=Path, help="draw what the record has")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -318,6 +423,11 @@ def main() -> None:
             measure(name, arguments.work, record, budget, draws=arguments.draws, data=arguments.data)
     except OutOfTimeError:
         print("out of time; the same command goes on", flush=True)
+    measured = {name: record.content["measured"][name] for name in SUBJECTS if name in record.content["measured"]}
+    for kind in ("covariance", "correlation"):
+        print(f"\n{markdown(measured, kind)}\n\n{summary(measured, kind)}", flush=True)
+    if arguments.figure:
+        draw(measured, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ Kappa = float | Literal["auto"]
 CHOICES = (10.0, 3.0, 1.0)
 """What ``"auto"`` chooses from; the largest that the draws support, or 0."""
 
-LEAST_SUPPORT = 0.97
+LEAST_SUPPORT = 0.95
 """Of what is chosen. Fixed in `experiments.holding`."""
 
 LITTLE_SUPPORT = 0.9
