@@ -384,8 +384,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     left.set_xlabel("support of κ = 10 by the draws")
     left.set_ylabel("change of the LDS from κ = 0 to 10, relative")
     left.legend(fontsize=8)
-    lines = [(name, part) for name, part in (("mlp from a warm start", 400), ("mlp from a warm start", 1_600),
-             ("CIFAR-10 from a warm start", 400), ("CIFAR-10 from a warm start", 1_600))]  # fmt: skip
+    lines = [("mlp from a warm start", 400), ("mlp from a warm start", 1_600), ("CIFAR-10 from a warm start", 400)]
     for colour, (name, part) in zip(CHAIN_COLOURS, lines, strict=False):
         rows = [row for row in gains(measured, "correlation") if (row["name"], row["draws"]) == (name, part)]
         rows = [row for row in rows if row["bank"].endswith("steps")]
