@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle.cli import app
-from jostle.conditioning import MOST_MOVES, Conditioned, Moves, jackknife_error
+from jostle.conditioning import LEAST_SUPPORT, LITTLE_SUPPORT, MOST_MOVES, Conditioned, Halves, Moves, jackknife_error
+from jostle.errors import EstimateWarning
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
 
@@ -137,6 +139,71 @@ def test_standard_errors_are_those_of_other_draws(normalize: bool) -> None:
     assert 0.75 < ratio < 1.35
 
 
+def support_by_hand(train: np.ndarray, query: np.ndarray, kappa: float) -> float:
+    """√(2r/(1 + r)) at κ over that at 0, from all matrices; traces of an even number of draws."""
+    roots = []
+    for held in (kappa, 1e-12):
+        scores = []
+        for draws in (slice(train.shape[1] // 2), slice(train.shape[1] // 2, None)):
+            Z, B = (trace[:, draws].reshape(-1, trace.shape[2]) for trace in (train, query))
+            Z, B = Z - Z.mean(0), B - B.mean(0)
+            scores.append(by_the_formula(Z, Z, B, held))
+        r = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(scores[0].T, scores[1].T, strict=True)])
+        roots.append(np.sqrt(2 * r / (1 + r)))
+    return roots[0] / roots[1]
+
+
+def two_kinds_of_directions(directions: int, train: int = 60, queries: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients that agree in three directions, in which losses move most, and have many besides."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.cat([torch.full((3,), 5.0), torch.ones(directions)])
+    return tuple(torch.randn(count, 3 + directions, generator=generator) * sizes for count in (train, queries))
+
+
+def test_support_is_the_agreement_of_halves() -> None:
+    generator = np.random.default_rng(0)
+    g, h = (side.double().numpy() for side in two_kinds_of_directions(30))
+    weights = generator.normal(size=(3, 40, 33))
+    train, query = weights @ g.T + 5, weights @ h.T - 2
+    halves = Halves(train, query, np.array([0, 2]))
+    for kappa in (1.0, 10.0, 100.0):
+        assert halves.support(kappa) == pytest.approx(support_by_hand(train[[0, 2]], query[[0, 2]], kappa), rel=1e-6)
+    assert halves.support(0.0) == 1
+    # A column that never moved has no scores to agree on.
+    still = np.concatenate([query, np.ones((3, 40, 1))], axis=2)
+    assert Halves(train, still, np.array([0, 2])).support(10.0) == pytest.approx(halves.support(10.0), rel=1e-6)
+    assert np.isnan(Halves(train[:1, :3], query[:1, :3], np.arange(1)).support(10.0))
+
+
+def test_auto_is_what_the_draws_support(tmp_path: Path) -> None:
+    """Few draws of many directions are read as they are, and a κ is warned of; many draws of few are held."""
+    noisy = sampled(*two_kinds_of_directions(300), 2.0, 10, tmp_path / "noisy")
+    chosen = noisy.influence(kappa="auto")
+    assert chosen.provenance["kappa"] == 0
+    assert chosen.provenance["kappa_chosen"]
+    np.testing.assert_allclose(chosen.values, noisy.influence().values, rtol=1e-6)
+    assert chosen.scale == noisy.influence().scale
+    with pytest.warns(EstimateWarning, match=r"hardly support kappa=10: noise leaves \d+% .* kappa='auto'"):
+        warned = noisy.influence(kappa=10.0)
+    traces = [np.asarray(noisy.traces.losses(name)[:, :, :], np.float64) for name in ("train", "query")]
+    support = support_by_hand(*traces, 10.0)
+    assert warned.provenance["kappa_support"] == pytest.approx(support, rel=1e-3)
+    assert support < LITTLE_SUPPORT
+    known = sampled(*two_kinds_of_directions(5), 2.0, 500, tmp_path / "known")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held = known.influence(kappa="auto")
+    assert held.provenance["kappa"] == 10
+    assert held.provenance["kappa_support"] >= LEAST_SUPPORT
+    np.testing.assert_array_equal(held.values, known.influence(kappa=10.0).values)
+    assert held.scale is None
+    shown = CliRunner().invoke(app, ["top", str(known.directory), "--kappa", "auto"])
+    assert "read at κ = 10, which the draws support, with the training losses held" in shown.stdout
+    shown = CliRunner().invoke(app, ["top", str(noisy.directory), "--kappa", "auto"])
+    assert "read at κ = 0, which the draws support, as it was sampled" in shown.stdout
+    assert CliRunner().invoke(app, ["top", str(known.directory), "--kappa", "much"]).exit_code == 2
+
+
 def test_from_the_command_line(tmp_path: Path) -> None:
     """The same scores by top, export and evaluate."""
     generator = torch.Generator().manual_seed(0)
@@ -159,6 +226,11 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in json.loads(table.stdout)["methods"]}
     found = rows["BIF correlation, κ = 10"]["per_query"]
     assert found["value"] == pytest.approx(lds(bank, scores).value)
+    table = CliRunner().invoke(
+        app, ["evaluate", str(tmp_path / "bank"), str(run.directory), "--kappa", "auto", "--json"]
+    )
+    chosen = run.influence(kappa="auto").provenance["kappa"]
+    assert f"BIF correlation, κ = {chosen:g} (auto)" in [row["method"] for row in json.loads(table.stdout)["methods"]]
 
 
 def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
@@ -169,7 +241,7 @@ def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(jostle.InputError, match="kappa: got part"):
         run.influence(kappa=10.0, part="odd")
     wrong: Any
-    for wrong in (-1.0, float("nan"), float("inf"), "10", True):
+    for wrong in (-1.0, float("nan"), float("inf"), "10", "Auto", True):
         with pytest.raises(jostle.InputError, match="a positive number"):
             run.influence(kappa=wrong)
     wrong = "wihtin"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments import calibration, cifar10_retraining, kept, language_retraining, reading, samplers
+from experiments import calibration, cifar10_retraining, holding, kept, language_retraining, reading, samplers
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
 
@@ -321,3 +321,49 @@ def test_the_same_draws_are_read_at_several_kappas(tmp_path: Path, monkeypatch: 
     assert "| ridge, 0.03 nats |" in reading.markdown({"ridge": kept}, "covariance")
     reading.draw({"ridge": kept}, tmp_path / "reading.png")
     assert (tmp_path / "reading.png").stat().st_size > 10_000
+
+
+def test_agreement_of_halves_goes_with_the_lds_at_every_kappa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "PARTS", (40, 100))
+    record = Record(tmp_path / "record.json", {})
+    holding.measure("ridge regression", tmp_path, record, Budget(10), draws=100)
+    kept = json.loads((tmp_path / "record.json").read_text())["measured"]["ridge regression"]
+    assert list(kept["parts"]) == ["40", "100"]
+    train, query = (np.load(tmp_path / "ridge_regression" / "draws-100.npz")[side] for side in ("train", "query"))
+    halves = [
+        np.cov(train[half].reshape(50, -1).T, query[half].reshape(50, -1).T)[:300, 300:]
+        for half in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2])
+    ]
+    agree = [
+        np.mean([np.corrcoef(first[:, query], second[:, query])[0, 1] for query in range(first.shape[1])])
+        for first, second in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    assert kept["parts"]["100"]["covariance"]["0"]["values"] == pytest.approx(np.mean(agree), rel=1e-4)
+    rows = {row["draws"]: row for row in holding.gains({"ridge regression": kept}, "covariance")}
+    cells = kept["parts"]["100"]["covariance"]
+    assert rows[100]["gain"][10.0] == pytest.approx(cells["10"]["lds"][""]["lds"] - cells["0"]["lds"][""]["lds"])
+    # Ten directions in all: a hundred draws know them, and all of them may be held.
+    assert rows[100]["auto"] == 10
+    assert rows[100]["gain"]["auto"] == rows[100]["gain"][10.0]
+    assert "| not tried | 2 |" in holding.summary({"ridge regression": kept}, "covariance")
+    assert "(κ = 10) |" in holding.markdown({"ridge regression": kept}, "covariance")
+    holding.measure("ridge regression", tmp_path, record, Budget(10), draws=100)
+    assert json.loads((tmp_path / "record.json").read_text())["measured"]["ridge regression"] == kept
+    holding.draw({"ridge regression": kept}, tmp_path / "holding.png")
+    assert (tmp_path / "holding.png").stat().st_size > 10_000
+
+
+def test_one_step_of_retraining_from_the_warm_start() -> None:
+    """Nesterov's first step is (1 + momentum) gradients long, each model's on its own examples."""
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.randn(500, 6, generator=generator), torch.randint(0, 3, (500,), generator=generator)
+    warm = holding.FromWarmStart(lambda: nn.Linear(6, 3), X, y, (100, 300, 200, 50), rate=0.1, long=5)
+    starts = torch.randn(2, 21, generator=generator)
+    subsets = [np.arange(100), np.arange(100, 200)]
+    after = warm.fit(starts, warm.train, subsets, 1)
+    for start, end, subset in zip(starts, after, subsets, strict=True):
+        weights = start.clone().requires_grad_()
+        weight, bias = weights[:18].view(3, 6), weights[18:]
+        logits = warm.train[0][subset] @ weight.T + bias
+        gradient = torch.autograd.grad(nn.functional.cross_entropy(logits, warm.train[1][subset]), weights)[0]
+        torch.testing.assert_close(end, start - 0.1 * 1.85 * gradient, rtol=1e-4, atol=1e-6)

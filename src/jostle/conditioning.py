@@ -16,13 +16,16 @@ What was sampled at κ₀ > 0 already is multiplied: read at κ, it stands at ab
 In the space of draws it is a linear map: with Z the centred training losses (draws × examples), Cov_κ is the plain
 covariance of W^½·a and W^½·b, W = (I + κ·ZZᵀ/λmax(ZZᵀ))⁻¹.
 
+What is held is what the draws know best. Where they are few and losses move in many directions, noise is left, and a
+smaller κ is better: how well scores from halves of the draws agree says so (`Halves`), without any retraining.
+
 Reference: Bishop, Etherton and Majumdar, *Adaptive sampling with the ensemble transform Kalman filter*, 2001.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,6 +44,20 @@ from jostle.estimate import (
     covariance,
     length_of_batch,
 )
+
+Kappa = float | Literal["auto"]
+
+CHOICES = (10.0, 3.0, 1.0)
+"""What ``"auto"`` chooses from; the largest that the draws support, or 0."""
+
+LEAST_SUPPORT = 0.95
+"""Of what is chosen. Fixed in `experiments.holding`."""
+
+LITTLE_SUPPORT = 0.9
+"""Below this, a κ that was asked for is warned of."""
+
+PROBED_EXAMPLES = 256
+"""How many training examples support is read from; and as many queries."""
 
 MOST_MOVES = 4_096
 """In how many directions the losses may move: as many as draws or training examples, whichever are fewer. The time
@@ -140,6 +157,66 @@ class LeftOut:
         return np.asarray(self._trace[:, :, columns])[self._chains][self._kept][None][chains, draws]
 
 
+class Halves:
+    """Scores from the first half of all chains' draws, and from the second.
+
+    With r their correlation over training examples (the mean over queries), 2r/(1 + r) is the reliability of the scores
+    from all draws, and its root is what noise leaves of their correlation with anything else, such as retraining.
+
+    Reference: Spearman, *Correlation calculated from faulty data*, and Brown, *Some experimental results in the
+    correlation of mental abilities*, both 1910.
+    """
+
+    def __init__(self, train: Trace, other: Trace, chains: np.ndarray) -> None:
+        half, alone = train.shape[1] // 2, np.arange(1)
+        probed = [_some_columns(trace, chains) for trace in (train, other)]
+        self._known: dict[float, float] = {}
+        self._halves: list[tuple[Moves, list[Trace]]] = []
+        if len(chains) * half < 2:
+            return
+        for draws in (slice(half, None), slice(train.shape[1] - half)):
+            left_out = (slice(None), draws)
+            moves = Moves(LeftOut(train, chains, left_out), alone)
+            self._halves.append((moves, [LeftOut(trace, np.arange(len(chains)), left_out) for trace in probed]))
+
+    def support(self, kappa: float) -> float:
+        """√reliability at κ over √reliability of what was sampled; NaN where draws are too few to tell."""
+        held, sampled = self._root(kappa), self._root(0.0)
+        return held / sampled if sampled else 0.0
+
+    def choose(self) -> float:
+        """Return the largest of `CHOICES` that the draws support, or 0."""
+        return next((kappa for kappa in CHOICES if self.support(kappa) >= LEAST_SUPPORT), 0.0)
+
+    def _root(self, kappa: float) -> float:
+        if not self._halves:
+            return math.nan
+        if kappa not in self._known:
+            scores = []
+            for moves, probed in self._halves:
+                values = covariance(*(Conditioned(trace, moves, kappa) for trace in probed)).values.astype(np.float64)
+                scores.append(values - values.mean(0))
+            lengths = np.sqrt(np.prod([(values**2).sum(0) for values in scores], axis=0))
+            moved = lengths > 0
+            r = float(((scores[0] * scores[1]).sum(0)[moved] / lengths[moved]).mean()) if moved.any() else 0.0
+            self._known[kappa] = math.sqrt(max(0.0, 2 * r / (1 + r)))
+        return self._known[kappa]
+
+
+def _some_columns(trace: Trace, chains: np.ndarray) -> Float[np.ndarray, "chain draw column"]:
+    """Evenly spaced ones, of some chains; a trace is read a block at a time."""
+    picked = np.unique(np.linspace(0, trace.shape[2] - 1, PROBED_EXAMPLES).astype(int))
+    width = max(1, BUFFER_BYTES // (32 * len(chains) * trace.shape[1] * getattr(trace, "read_per_column", 1)))
+    blocks = column_blocks(trace, chains, width)
+    return np.concatenate(
+        [
+            columns.numpy()[:, :, picked[(picked >= block.start) & (picked < block.stop)] - block.start]
+            for block, columns in blocks
+        ],
+        axis=2,
+    )
+
+
 def jackknife_error(
     train: Trace, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
 ) -> tuple[Float[np.ndarray, "left right"], int]:
@@ -169,5 +246,11 @@ def jackknife_error(
 
 def check_kappa(kappa: Any) -> None:
     """Require what losses can be held with."""
+    if isinstance(kappa, str) and kappa == "auto":
+        return
     if isinstance(kappa, bool) or not isinstance(kappa, int | float) or not (math.isfinite(kappa) and kappa >= 0):
-        raise InputError("kappa", got=repr(kappa), expected="a positive number, such as 10, or 0: as it was sampled")
+        raise InputError(
+            "kappa",
+            got=repr(kappa),
+            expected="a positive number, such as 10, or 'auto', or 0: as it was sampled",
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from jostle.cli.shell import app, examples
+from jostle.cli.shell import app, examples, kappa_of
 
 
 @app.command(
@@ -32,7 +32,10 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Which labels are wrong (.npy of booleans): adds an AUROC.")
     ] = None,
     kappa: Annotated[
-        float, typer.Option(min=0.0, metavar="K", help="Also read runs at a larger n_beta than was sampled; say 10.")
+        Any,
+        typer.Option(
+            parser=kappa_of, metavar="K|auto", help="Also read runs at a larger n_beta than was sampled; say 10."
+        ),
     ] = 0.0,
     controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Scores that know nothing.")] = True,
     bootstrap: Annotated[int, typer.Option(metavar="N", min=2, help="How many times all is resampled.")] = 200,

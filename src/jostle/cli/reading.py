@@ -12,6 +12,7 @@ from jostle.errors import InputError
 
 if TYPE_CHECKING:
     from jostle.runs.run import Run
+    from jostle.scores import Scores
 
 
 def _warn(run: Run) -> None:
@@ -23,6 +24,13 @@ def _warn(run: Run) -> None:
         if verdict["level"] == "unreliable":
             remedy = command(run.config, verdict, run.directory)
             say(f"warning: {verdict['summary']}" + (f": {remedy}" if remedy else ""))
+
+
+def _read_at(scores: Scores) -> str:
+    """Say at which κ, and whether it was chosen."""
+    kappa, chosen = scores.provenance["kappa"], "kappa_chosen" in scores.provenance
+    how = "with the training losses held" if kappa else "as it was sampled"
+    return f"read at κ = {kappa:g}" + (", which the draws support" if chosen else "") + f", {how}"
 
 
 @app.command(
@@ -63,11 +71,11 @@ def top(
     if not as_json:
         print_ranking(Console(highlight=False), ranking, train, queries)
         if kappa:
-            typer.echo(f"read at κ = {kappa:g}, with the training losses held")
+            typer.echo(_read_at(scores))
         return
     plain = ranking.to_dict()
     if kappa:
-        plain["kappa"] = kappa
+        plain["kappa"] = scores.provenance["kappa"]
     for entry in (*plain["helpful"], *plain["harmful"]):
         if train:
             entry["text"] = train[entry["index"]].get("text")
@@ -144,9 +152,10 @@ def export(
     from jostle.runs.run import load
 
     opened = load(out)
-    opened.influence(normalize=normalize, reduction=reduction, kappa=kappa).export(file)
+    scores = opened.influence(normalize=normalize, reduction=reduction, kappa=kappa)
+    scores.export(file)
     _warn(opened)
-    at = f" read at κ = {kappa:g}" if kappa else ""
+    at = f", {_read_at(scores)}" if kappa else ""
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}{at}, negative = training on it helps")
 
 

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory of a run.", show_default=False)]
 Query = Annotated[int, typer.Option("--query", "-q", metavar="I", min=0, help="Which query example.")]
 Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Correlations, or −covariances.")]
+
+
+def kappa_of(word: Any) -> Any:
+    """Return what was written: a number, or auto."""
+    return word if word == "auto" else float(word)
+
+
 Kappa = Annotated[
-    float,
-    typer.Option(min=0.0, metavar="K", help="Read at a larger n_beta than was sampled (docs/reading.md)."),
+    Any,
+    typer.Option(parser=kappa_of, metavar="K|auto", help="Read at a larger n_beta than was sampled (docs/reading.md)."),
 ]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jostle.attributors import bm25, query_difficulty, random_scores, subset_size
+from jostle.conditioning import Kappa
 from jostle.diagnose import plots
 from jostle.errors import InputError
 from jostle.evaluate.bank import Bank
@@ -180,7 +181,7 @@ def compare(
 
 
 def read_scores(
-    sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None, kappa: float = 0.0
+    sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None, kappa: Kappa = 0.0
 ) -> tuple[dict[str, Scores], dict[str, float], dict[str, Detection], tuple[list[Any], list[Any]] | None]:
     """Read runs and files of scores, each ``[NAME=]PATH``: scores, seconds, detections, and texts where a run has any.
 
@@ -207,10 +208,11 @@ def read_scores(
             run = load(path)
             name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
             # Without its traces a run is read as it is.
-            read_at = (0.0, kappa) if kappa and run.config["keep"] == "traces" else (0.0,)
+            read_at: tuple[Kappa, ...] = (0.0, kappa) if kappa and run.config["keep"] == "traces" else (0.0,)
             for held, kind in itertools.product(read_at, ("covariance", "correlation")):
                 influence = run.influence(normalize=kind == "correlation", kappa=held)
-                at = f", κ = {held:g}" if held else ""
+                at = f", κ = {influence.provenance['kappa']:g}" if held else ""
+                at += " (auto)" if held == "auto" else ""
                 add(f"{name} {kind}{at}", influence, sum(run.manifest["seconds"].values()))
             texts = texts or _tokens(run)
             if mislabelled is not None:

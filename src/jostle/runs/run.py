@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle.chains.recording import load_sums
-from jostle.conditioning import Conditioned, Moves, check_kappa, jackknife_error
+from jostle.conditioning import LITTLE_SUPPORT, Conditioned, Halves, Kappa, Moves, check_kappa, jackknife_error
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
-from jostle.errors import ChainsFailedError, InputError
+from jostle.errors import ChainsFailedError, EstimateWarning, InputError
 from jostle.estimate import (
     BUFFER_BYTES,
     Centering,
@@ -70,6 +71,7 @@ class Run:
         self.manifest = read_manifest(directory)
         self.config = read_config(directory)
         self._known_moves: dict[str, Moves] = {}
+        self._known_halves: dict[str | None, Halves] = {}
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -142,7 +144,7 @@ class Run:
         reduction: Reduction = "mean",
         centering: Centering = "pooled",
         part: Part | None = None,
-        kappa: float = 0.0,
+        kappa: Kappa = 0.0,
         standard_error: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> Scores:
@@ -164,7 +166,9 @@ class Run:
                 correlation of these parts.
             kappa: read at a larger n_beta than was sampled, by holding the training losses: where they move most, their
                 variance falls to 1/(1 + kappa). 0 reads what was sampled, as in the paper; docs/reading.md says when
-                10 is better. Takes memory for draws × training examples, or draws × draws.
+                10 is better. ``"auto"`` is the largest of 10, 3 and 1 that the draws support, or 0: at which scores
+                from halves of them agree about as well as they do at 0. What was chosen is
+                ``provenance["kappa"]``. Takes memory for draws × training examples, or draws × draws.
             standard_error: also estimate the Monte Carlo standard error of every score.
             buffer_bytes: what may be allocated beyond the matrix itself.
         """
@@ -179,29 +183,31 @@ class Run:
                     expected="a run that kept its traces for errors, observables, sums, parts and kappa",
                     fix="sample with keep='traces'",
                 )
+            held, read_at = 0.0, {"kappa": 0.0}
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             estimate = covariance_from_sums(sums, centering=centering, normalize=normalize)
         else:
+            held, read_at = self._read_at(kappa, part, on)
             left = self._sequence_losses("train", reduction)
             right = self.traces.observable(on) if on is not None else self._sequence_losses("query", reduction)
             estimate = self._estimate(
                 left,
                 right,
                 part,
-                kappa,
+                held,
                 centering=centering,
                 normalize=normalize,
                 standard_error=standard_error,
                 buffer_bytes=buffer_bytes,
             )
         # The potential holds a multiple of each sequence's mean loss, so only for means is there a scale.
-        scale = self.manifest["scale"] if reduction == "mean" and not normalize and not kappa else None
+        scale = self.manifest["scale"] if reduction == "mean" and not normalize and not held else None
         about = {
             "reduction": reduction,
             "centering": centering,
             "on": on or "query",
             "part": part or "all",
-            "kappa": kappa,
+            **read_at,
         }
         return self._scores(estimate, normalize, scale, about)
 
@@ -214,7 +220,7 @@ class Run:
         normalize: bool = False,
         centering: Centering = "pooled",
         part: Part | None = None,
-        kappa: float = 0.0,
+        kappa: Kappa = 0.0,
         standard_error: bool = False,
     ) -> Scores:
         """Return the influence of each token of one training sequence on each token of one query: −Cov(ℓᵢₛ, ℓⱼₛ').
@@ -235,16 +241,17 @@ class Run:
             positions[f"{name}_positions"] = columns.positions_of(sample)
         if whole_query:
             blocks[1] = blocks[1].mean(axis=2, keepdims=True)
+        held, read_at = self._read_at(kappa, part)
         estimate = self._estimate(
             blocks[0],
             blocks[1],
             part,
-            kappa,
+            held,
             centering=centering,
             normalize=normalize,
             standard_error=standard_error,
         )
-        about = {"train": train, "query": query, "centering": centering, "part": part or "all", "kappa": kappa}
+        about = {"train": train, "query": query, "centering": centering, "part": part or "all", **read_at}
         about |= positions
         return self._scores(estimate, normalize, None, about)
 
@@ -311,14 +318,13 @@ class Run:
     ) -> Estimate:
         """The covariance of two traces, or of their odd or even parts, or with the training losses held."""
         chains = self.healthy_chains
-        check_kappa(kappa)
         if kappa:
             wants_error = options.pop("standard_error")
-            if part is not None or (wants_error and centering == "within"):
+            if wants_error and centering == "within":
                 raise InputError(
                     "kappa",
-                    got="part" if part is not None else "standard errors within chains",
-                    expected="all of the influence, and centering='pooled' for standard errors",
+                    got="standard errors within chains",
+                    expected="centering='pooled' for standard errors",
                     fix="ask without kappa",
                 )
             moves = self._moves(centering)
@@ -347,6 +353,28 @@ class Run:
             )
         parts = (MirroredPairs(trace, chains, part) for trace in (left, right))
         return covariance(*parts, centering=centering, **options)
+
+    def _read_at(self, kappa: Kappa, part: Part | None, on: str | None = None) -> tuple[float, dict[str, Any]]:
+        """The κ that was asked for, or chosen, and what scores say of it."""
+        check_kappa(kappa)
+        if kappa == 0:
+            return 0.0, {"kappa": 0.0}
+        if part is not None:
+            raise InputError("kappa", got="part", expected="all of the influence", fix="ask without kappa")
+        if on not in self._known_halves:
+            other = self.traces.observable(on) if on is not None else self._sequence_losses("query", "mean")
+            self._known_halves[on] = Halves(self._sequence_losses("train", "mean"), other, self.healthy_chains)
+        halves = self._known_halves[on]
+        held = halves.choose() if kappa == "auto" else float(kappa)
+        support = halves.support(held)
+        if support < LITTLE_SUPPORT:
+            warnings.warn(
+                f"the draws hardly support kappa={held:g}: noise leaves {support:.0%} of what it leaves of scores as "
+                "they were sampled; read with kappa='auto', or raise draws",
+                EstimateWarning,
+                stacklevel=3,
+            )
+        return held, {"kappa": held, "kappa_support": support, **({"kappa_chosen": True} if kappa == "auto" else {})}
 
     def _moves(self, centering: Centering) -> Moves:
         """How the training losses move: found once, for it takes a while."""

@@ -1,0 +1,433 @@
+"""When do the draws support reading at a larger n_beta, and for which retraining is it right?
+
+    python -m experiments.holding --work work [--only mlp,cnn] [--minutes 20] [--figure FILE]
+
+One run of independent Gaussian draws for each model, without a gradient, is read after parts of its draws at several κ
+(`jostle.conditioning`). Each reading is judged by the LDS of a bank of retrainings, and by what needs none: how well
+the scores from one half of the draws agree with those from the other. The models are those of `experiments.reading`,
+a wider one with more training examples, and some whose retraining starts from one warm start and takes few steps or
+many: the same draws, judged by banks that differ in nothing but how long was retrained. Called again it goes on where
+it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import jostle
+from experiments import cifar10_retraining, reading, resolution
+from experiments.resolution import SUBSETS, halves, lds_over_queries
+from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
+from experiments.samplers import mean_losses
+from jostle.attributors import ekfac, gradient_similarity
+from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
+from jostle.data.datasets import Data
+from jostle.diagnose.plots import CHAIN_COLOURS
+from jostle.estimate import covariance
+from jostle.evaluate import Bank, Measure, random_subsets
+from jostle.losses import Loss
+from jostle.models.functional import SideBySide
+from jostle.models.weights import MovingWeights
+
+KAPPAS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+PARTS = (40, 100, 400, 1_600)
+CHAINS, RISE = 4, 0.3
+STEPS = (1, 4, 16, 64, 256, 1_024)
+"""Of retraining from the warm start, each with its bank."""
+
+
+class Subject(NamedTuple):
+    """A model, what its influence is asked for, and the banks that judge it."""
+
+    model: nn.Module
+    train: Any
+    query: Any
+    loss: Loss
+    banks: Mapping[str, Bank]
+    batch_size: int
+
+
+def as_before(name: str) -> Callable[[Path, Record, Budget], Subject]:
+    def make(work: Path, record: Record, budget: Budget) -> Subject:
+        case = reading.CASES[name]()(work, record, budget)
+        return Subject(case.model, case.train, case.query, case.loss, {"": case.bank}, case.batch_size)
+
+    return make
+
+
+def wide(work: Path, record: Record, budget: Budget) -> Subject:
+    """Three times as many training examples and twenty times as many weights as the other classifiers have."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    X, y = torch.tensor(pixels[order], dtype=torch.float32) / 16, torch.tensor(labels[order])
+    problem = resolution.Problem(
+        make=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)),
+        train=(X[:1_400], y[:1_400]), query=(X[1_400:1_700], y[1_400:1_700]), loss=jostle.losses.classification(),
+        epochs=12, batch_size=50, learning_rate=2e-3, seeds=(1,),
+    )  # fmt: skip
+    case = reading.trained(problem)(work, record, budget)
+    return Subject(case.model, case.train, case.query, case.loss, {"": case.bank}, case.batch_size)
+
+
+class FromWarmStart:
+    """SGD from where a small separate set has led; what is analysed was trained long, on many more examples."""
+
+    MOMENTUM, BATCH = 0.85, 100
+
+    def __init__(
+        self, make: Callable[[], nn.Module], X: Tensor, y: Tensor, sizes: tuple[int, int, int, int], *, rate: float,
+        long: int, steps: Sequence[int] = STEPS, shares: Sequence[float] = (0.5,),
+    ) -> None:  # fmt: skip
+        warm, everything, train, queries = sizes
+        edges = np.cumsum([0, warm, everything, queries])
+        warm_up, everything, self.query = ((X[a:b], y[a:b]) for a, b in itertools.pairwise(edges))
+        self.train = everything[0][:train], everything[1][:train]
+        self.loss = jostle.losses.classification()
+        self._rate, self._long, self._steps, self._shares = rate, long, steps, shares
+        torch.manual_seed(1)
+        self._template = make().eval()
+        self._moving = MovingWeights(self._template, "all")
+        self._many = SideBySide(self._template, self._moving)
+        self._many.evaluate(self.loss, self._moving.center[None].repeat(2, 1), Data(self.train, "train").batch([0, 1]))
+        self._warm = self.fit(self._moving.center[None], warm_up, [np.arange(warm)], 50)
+        self._everything = everything
+
+    def fit(self, starts: Tensor, examples: Any, subsets: list[np.ndarray], steps: int) -> Tensor:
+        """Nesterov's momentum from each row of weights on its own subset, with a learning rate that falls to 0."""
+        weights, data, batch = nn.Parameter(starts.clone()), Data(examples, "train"), self.BATCH
+        optimizer = torch.optim.SGD([weights], lr=self._rate, momentum=self.MOMENTUM, nesterov=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        generator = np.random.default_rng(0)
+        orders = [np.empty(0, int) for _ in subsets]
+        for _ in range(steps):
+            for row, subset in enumerate(subsets):
+                if len(orders[row]) < batch:
+                    orders[row] = np.concatenate([orders[row], generator.permutation(subset)])
+            weights.grad = self._many.mean_loss_gradient(
+                self.loss, weights.detach(), data, [order[:batch] for order in orders]
+            )
+            orders = [order[batch:] for order in orders]
+            optimizer.step()
+            schedule.step()
+        return weights.detach()
+
+    def model(self, weights: Tensor) -> nn.Module:
+        model = copy.deepcopy(self._template)
+        named = self._moving.unflatten(weights)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(named[name])
+        return model
+
+    def bank(self, directory: Path, steps: int, share: float) -> Bank:
+        """Retrainings of so many steps on random shares, side by side."""
+        train, query = Data(self.train, "train"), Data(self.query, "query")
+        subsets = halves(len(train)) if share == 0.5 else random_subsets(len(train), SUBSETS, share=share)
+        fingerprints = {"train": train.fingerprint(), "query": query.fingerprint()}
+        bank = Bank.create(directory, subsets, queries=len(query), fingerprints=fingerprints)
+        if bank.todo(1):
+            measure = Measure(self.query, self.loss, {}, batch_size=len(query))
+            members = [subsets.indices(subset) for subset in range(SUBSETS)]
+            for subset, weights in enumerate(self.fit(self._warm.repeat(SUBSETS, 1), self.train, members, steps)):
+                bank.store(subset, 0, measure(self.model(weights)))
+        return bank
+
+    def __call__(self, work: Path, record: Record, budget: Budget) -> Subject:
+        banks = {}
+        for steps, share in itertools.product(self._steps, self._shares):
+            key = f"{steps} steps" + ("" if share == 0.5 else f" on {share:g}")
+            banks[key] = self.bank(work / f"bank-{key.replace(' ', '-').removesuffix('-steps')}", steps, share)
+            print(f"  {key}: {banks[key].values().mean():.3f} nats", flush=True)
+        model = self.model(self.fit(self._warm, self._everything, [np.arange(len(self._everything[1]))], self._long)[0])
+        for name, (X, y) in (("train", self.train), ("query", self.query)):
+            with torch.no_grad():
+                logits = model(X)
+            correct = (logits.argmax(1) == y).float().mean()
+            print(f"  {name}: {nn.functional.cross_entropy(logits, y):.3f} nats, accuracy {correct:.2f}", flush=True)
+        return Subject(model, self.train, self.query, self.loss, banks, 100)
+
+
+def warm_digits(make: Callable[[], nn.Module]) -> FromWarmStart:
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(3).permutation(len(labels))
+    X, y = torch.tensor(pixels[order], dtype=torch.float32) / 16, torch.tensor(labels[order])
+    return FromWarmStart(make, X, y, (200, 1_200, 400, 200), rate=0.1, long=1_000)
+
+
+def small_convolutional() -> nn.Module:
+    """For images of 16 × 16; 26,000 weights."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def warm_cifar(path: Path | None) -> FromWarmStart:
+    """`experiments.cifar10_retraining` in small: the same shares of images of half the size; 26,000 weights."""
+    if path is None:
+        raise jostle.InputError("data", got="nothing", expected="CIFAR-10's binary batches", fix="name their directory")
+    images, labels = cifar10_retraining.read(path, "train")
+    order = np.random.default_rng(0).permutation(len(labels))[:10_800]
+    X = nn.functional.avg_pool2d(torch.from_numpy(images[order]), 2)
+    X = (X - X.mean((0, 2, 3), keepdim=True)) / X.std((0, 2, 3), keepdim=True)
+    return FromWarmStart(
+        small_convolutional, X, torch.from_numpy(labels[order]), (500, 10_000, 1_000, 300), rate=0.05, long=1_000,
+        steps=(1, 4, 16), shares=(0.5, 0.1),
+    )  # fmt: skip
+
+
+WARM: dict[str, Callable[[Path | None], FromWarmStart]] = {
+    "mlp from a warm start": lambda data: warm_digits(
+        lambda: nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+    ),
+    "CIFAR-10 from a warm start": warm_cifar,
+}
+SUBJECTS: dict[str, Callable[[Path | None], Callable[[Path, Record, Budget], Subject]]] = {
+    **{name: lambda data, name=name: as_before(name) for name in reading.CASES},
+    "wide mlp": lambda data: wide,
+    **WARM,
+}
+
+
+GROUPS = {
+    "tried": [*reading.TRIED],
+    "not tried": [*reading.UNSEEN, "wide mlp"],
+    "mlp from a warm start": ["mlp from a warm start"],
+    "CIFAR-10 from a warm start": ["CIFAR-10 from a warm start"],
+}
+
+
+def losses_of(subject: Subject, path: Path, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """(chain, draw, example) of training examples and queries, sampled once."""
+    if not path.exists():
+        chosen = jostle.calibrate(
+            subject.model, subject.train, loss=subject.loss, batch_size=subject.batch_size, pilot=False, rise=RISE,
+            kappa=0.0,
+        )  # fmt: skip
+        run = jostle.attribute(
+            subject.model, subject.train, subject.query, loss=subject.loss, chains=CHAINS, draws=draws // CHAINS,
+            progress=False, **chosen.settings,
+        )  # fmt: skip
+        np.savez(path, train=mean_losses(run, "train"), query=mean_losses(run, "query"))
+    with np.load(path) as arrays:
+        return arrays["train"], arrays["query"]
+
+
+def scores_of(train: np.ndarray, query: np.ndarray) -> dict[tuple[str, float], np.ndarray]:
+    """Influence at every κ, as covariance and as correlation."""
+    moves = Moves(train, np.arange(len(train)))
+    found = {}
+    for kappa in KAPPAS:
+        sides: Any = (train, query) if not kappa else [Conditioned(trace, moves, kappa) for trace in (train, query)]
+        for kind in ("covariance", "correlation"):
+            found[kind, kappa] = -covariance(*sides, normalize=kind == "correlation").values.astype(np.float64)
+    return found
+
+
+def agreement(a: np.ndarray, b: np.ndarray, *, ranks: bool) -> float:
+    """Correlation of two matrices along their rows, mean over columns."""
+    if ranks:
+        a, b = rankdata(a, axis=0), rankdata(b, axis=0)
+    a, b = (values - values.mean(0) for values in (a, b))
+    return float(((a * b).sum(0) / np.sqrt((a**2).sum(0) * (b**2).sum(0))).mean())
+
+
+def read(train: np.ndarray, query: np.ndarray, banks: Mapping[str, Bank], fingerprints: Any) -> dict[str, Any]:
+    """LDS and agreement of halves at every κ. Halves are two chains each, in all three ways."""
+    whole = scores_of(train, query)
+    splits = [([0, other], [rest for rest in (1, 2, 3) if rest != other]) for other in (1, 2, 3)]
+    parts = [tuple(scores_of(train[half], query[half]) for half in split) for split in splits]
+    members = next(iter(banks.values())).subsets.members.astype(float)
+    table: dict[str, Any] = {"covariance": {}, "correlation": {}}
+    for (kind, kappa), values in whole.items():
+        scores = jostle.Scores(values=values, method="bif", provenance={"fingerprints": fingerprints})
+        pairs = [(a[kind, kappa], b[kind, kappa]) for a, b in parts]
+        table[kind][f"{kappa:g}"] = {
+            "lds": {name: lds_over_queries(bank, scores) for name, bank in banks.items()},
+            "ranks": float(np.mean([agreement(a, b, ranks=True) for a, b in pairs])),
+            "values": float(np.mean([agreement(a, b, ranks=False) for a, b in pairs])),
+            "subsets": float(np.mean([agreement(members @ a, members @ b, ranks=True) for a, b in pairs])),
+        }
+    return table
+
+
+def spectrum(train: np.ndarray) -> dict[str, float]:
+    """In how many directions the training losses move: tr(K)²/tr(K²), and the share of the largest."""
+    sizes = Moves(train, np.arange(len(train))).sizes.numpy()
+    return {"effective_directions": float(sizes.sum() ** 2 / (sizes**2).sum()), "largest": sizes[-1] / sizes.sum()}
+
+
+def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int, data: Path | None = None) -> None:
+    """Whatever the record lacks of one model."""
+    kept = record.content["measured"].setdefault(name, {"parts": {}, "baselines": {}})
+    wanted = [part for part in PARTS if part <= draws]
+    if all(str(part) in kept["parts"] for part in wanted):
+        return
+    budget.check()
+    started = time.process_time()
+    directory = work / name.replace(" ", "_")
+    subject = SUBJECTS[name](data)(directory, record, budget)
+    print(f"{name}: banks ready, {time.process_time() - started:.0f} s", flush=True)
+    train, query = losses_of(subject, directory / f"draws-{draws}.npz", draws)
+    print(f"{name}: draws ready, {time.process_time() - started:.0f} s", flush=True)
+    first = next(iter(subject.banks.values()))
+    kept |= {"weights": sum(value.numel() for value in subject.model.parameters()), "train": first.about["train"],
+             "queries": first.about["queries"], "spectrum": spectrum(train)}  # fmt: skip
+    if name in WARM or name == "wide mlp":
+        given = (subject.model, subject.train, subject.query)
+        for method, scores in (
+            ("gradient similarity", lambda: gradient_similarity(*given, loss=subject.loss)),
+            ("EK-FAC", lambda: ekfac(*given, loss=subject.loss)),
+        ):
+            found = scores()
+            kept["baselines"][method] = {key: lds_over_queries(bank, found) for key, bank in subject.banks.items()}
+            print(
+                f"{name}: {method} { {k: round(v['lds'], 3) for k, v in kept['baselines'][method].items()} }",
+                flush=True,
+            )
+    fingerprints = {side: first.about["fingerprints"][side] for side in ("train", "query")}
+    for part in wanted:
+        table = read(train[:, : part // CHAINS], query[:, : part // CHAINS], subject.banks, fingerprints)
+        kept["parts"][str(part)] = table
+        record.write()
+        for key in subject.banks:
+            shown = "  ".join(
+                f"{kappa}: {cell['lds'][key]['lds']:.3f} ({cell['values']:.2f}, {cell['subsets']:.2f})"
+                for kappa, cell in table["covariance"].items()
+            )
+            print(f"{name} {key}, {part} draws: {shown}", flush=True)
+
+
+def support(table: Mapping[str, Any], kappa: float) -> float:
+    """That of `jostle.conditioning.Halves`, from the agreement of halves in the record."""
+    roots = [math.sqrt(max(0.0, 2 * r / (1 + r))) for r in (table[f"{at:g}"]["values"] for at in (kappa, 0.0))]
+    return roots[0] / roots[1]
+
+
+def chosen(table: Mapping[str, Any], least: float = LEAST_SUPPORT) -> float:
+    """What ``kappa="auto"`` reads at."""
+    return next((kappa for kappa in CHOICES if support(table, kappa) >= least), 0.0)
+
+
+def gains(measured: Mapping[str, Any], kind: str, least: float = LEAST_SUPPORT) -> list[dict[str, Any]]:
+    """For every model, part of the draws and bank: the LDS at 0, and what a κ, or the choice, adds to it."""
+    rows = []
+    for name, kept in measured.items():
+        for part, both in kept["parts"].items():
+            # The choice is that of covariances, for either kind.
+            table, auto = both[kind], chosen(both["covariance"], least)
+            for bank in table["0"]["lds"]:
+                lds = {kappa: table[f"{kappa:g}"]["lds"][bank]["lds"] for kappa in KAPPAS}
+                rows.append({
+                    "name": name, "draws": int(part), "bank": bank, "lds": lds[0.0], "auto": auto,
+                    "gain": {kappa: lds[kappa] - lds[0.0] for kappa in KAPPAS} | {"auto": lds[auto] - lds[0.0]},
+                    "support": {kappa: support(both["covariance"], kappa) for kappa in CHOICES},
+                })  # fmt: skip
+    return rows
+
+
+def summary(measured: Mapping[str, Any], kind: str, least: float = LEAST_SUPPORT) -> str:
+    """Mean and worst gain over κ = 0 of groups of models."""
+    lines = [f"| {kind} | cells | κ = 3 | κ = 10 | auto |", "| --- | --- | --- | --- | --- |"]
+    for group, names in GROUPS.items():
+        rows = [row for row in gains(measured, kind, least) if row["name"] in names]
+        cells = []
+        for key in (3.0, 10.0, "auto"):
+            values = [row["gain"][key] for row in rows]
+            cells.append(f"{np.mean(values):+.3f}, worst {min(values):+.3f}" if values else "")
+        lines.append(f"| {group} | {len(rows)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def markdown(measured: Mapping[str, Any], kind: str) -> str:
+    """A line for each model, bank and part of the draws."""
+    lines = [
+        f"| {kind} | draws | support of 3 / 10 | κ = 0 | κ = 3 | κ = 10 | κ = 30 | auto |",
+        "| " + " | ".join(["---"] * 8) + " |",
+    ]
+    for row in gains(measured, kind):
+        cells = [f"{row['lds'] + row['gain'][kappa]:.3f}" for kappa in (0.0, 3.0, 10.0, 30.0)]
+        name = row["name"] + (f", {row['bank']}" if row["bank"] else "")
+        supported = " / ".join(f"{row['support'][kappa]:.2f}" for kappa in (3.0, 10.0))
+        auto = f"{row['lds'] + row['gain']['auto']:.3f} (κ = {row['auto']:g})"
+        lines.append(f"| {name} | {row['draws']:,} | {supported} | {' | '.join(cells)} | {auto} |")
+    return "\n".join(lines)
+
+
+def draw(measured: Mapping[str, Any], path: Path) -> None:
+    """What κ = 10 adds, against how far the draws support it; and against how long was retrained."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    marks = dict(zip(GROUPS, ("o", "s", "^", "v"), strict=True))
+    for colour, (group, names) in zip(CHAIN_COLOURS, GROUPS.items(), strict=False):
+        rows = [row for row in gains(measured, "covariance") if row["name"] in names]
+        left.plot(
+            [row["support"][10.0] for row in rows], [row["gain"][10.0] / row["lds"] for row in rows], marks[group],
+            color=colour, label=group, markersize=5, alpha=0.8,
+        )  # fmt: skip
+    left.axvline(LEAST_SUPPORT, color="0.4", linestyle=":")
+    left.set_xlabel("support of κ = 10 by the draws")
+    left.set_ylabel("change of the LDS from κ = 0 to 10, relative")
+    left.legend(fontsize=8)
+    lines = [("mlp from a warm start", 400), ("mlp from a warm start", 1_600), ("CIFAR-10 from a warm start", 400)]
+    for colour, (name, part) in zip(CHAIN_COLOURS, lines, strict=False):
+        rows = [row for row in gains(measured, "correlation") if (row["name"], row["draws"]) == (name, part)]
+        rows = [row for row in rows if row["bank"].endswith("steps")]
+        if not rows:
+            continue
+        steps = [int(row["bank"].split()[0]) for row in rows]
+        changes = [row["gain"][10.0] / row["lds"] for row in rows]
+        right.plot(steps, changes, "o-", color=colour, label=f"{name}, {part:,} draws", markersize=4)
+    right.set_xscale("log")
+    right.set_xlabel("steps of retraining from the warm start")
+    right.set_ylabel("the same, of correlations")
+    if right.lines:
+        right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.axhline(0, color="0.4", linewidth=0.8)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="LDS and agreement of halves at several κ, after parts of the draws.")
+    parser.add_argument("--only", default=",".join(SUBJECTS))
+    parser.add_argument("--work", type=Path, required=True, help="banks of retrainings, and draws")
+    parser.add_argument("--record", type=Path, default=RECORDS / "holding.json")
+    parser.add_argument("--data", type=Path, help="CIFAR-10's binary batches, for the model of them")
+    parser.add_argument("--draws", type=int, default=PARTS[-1])
+    parser.add_argument("--figure", type=Path, help="draw what the record has")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record, budget = Record(arguments.record, {"chains": CHAINS, "rise": RISE}), Budget(arguments.minutes)
+    try:
+        for name in filter(None, arguments.only.split(",")):
+            measure(name, arguments.work, record, budget, draws=arguments.draws, data=arguments.data)
+    except OutOfTimeError:
+        print("out of time; the same command goes on", flush=True)
+    measured = {name: record.content["measured"][name] for name in SUBJECTS if name in record.content["measured"]}
+    for kind in ("covariance", "correlation"):
+        print(f"\n{markdown(measured, kind)}\n\n{summary(measured, kind)}", flush=True)
+    if arguments.figure:
+        draw(measured, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
