@@ -1,4 +1,4 @@
-"""What a machine that is lent for minutes leaves behind: the losses of a run and of a bank, in files that travel.
+"""What was measured on one machine, to be read on another: the losses of a run and of a bank, in files that travel.
 
 A run's mean loss of every example at every draw is kept in two bytes: as a whole number of steps from the middle of its
 column's range. A column of N draws has a range of at most √(2N) standard deviations, so that what is lost is below
