@@ -99,20 +99,18 @@ def main() -> None:
             record["workloads"][name] = run_small(small.RATIOS, before)
         elif name == "chains":
             record["workloads"][name] = chains.bench()
-        elif name == "scores":
-            record["workloads"][name] = scores_memory.bench()
-        elif name == "resnet9":
-            record["workloads"][name] = vision.bench(1e12 * record["matmul_peak_tflops"], arguments.ways or vision.WAYS)
-        else:
-            draws = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
+        else:  # on a GPU, which is a little different every time
             peak = 1e12 * record["matmul_peak_tflops"]
-            table = record["workloads"][name] = {}
-            ways = arguments.ways or language.WAYS
-            language.bench(name, peak, ways, draws, table, save, arguments.profile)
-        if "matmul_peak_tflops" in record:  # of each, since another call may add others to the record
-            kept = {"matmul_peak_tflops": record["matmul_peak_tflops"], **environment()}
-            about = {key: kept[key] for key in ("date", "commit", "matmul_peak_tflops")}
-            record["workloads"][name] = {"measured": about, **record["workloads"][name]}
+            here = {"matmul_peak_tflops": record["matmul_peak_tflops"], **environment()}
+            about = {key: here[key] for key in ("date", "commit", "matmul_peak_tflops")}
+            table = record["workloads"][name] = {"measured": about}  # another call may add others to the record
+            if name == "scores":
+                table |= scores_memory.bench()
+            elif name == "resnet9":
+                vision.bench(peak, arguments.ways or vision.WAYS, table, save)
+            else:
+                draws = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
+                language.bench(name, peak, arguments.ways or language.WAYS, draws, table, save, arguments.profile)
         save()
     measured = record["workloads"].get("small", {})
     if arguments.check and (others := unmatched(measured, before)):

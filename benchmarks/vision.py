@@ -105,8 +105,8 @@ def by_the_book(model: nn.Module, draws: int) -> float:
     return time.perf_counter() - started
 
 
-def bench(peak: float, variants: list[str]) -> dict[str, Any]:
-    """Time the whole run in each way."""
+def bench(peak: float, variants: list[str], table: dict[str, Any], save: Callable[[], None]) -> None:
+    """Time the whole run in each way; each is put into ``table`` and saved as soon as it is there."""
     torch.manual_seed(0)
     model = ResNet9().cuda().eval()
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -118,7 +118,7 @@ def bench(peak: float, variants: list[str]) -> dict[str, Any]:
         "algorithm 1, eager": lambda draws: by_the_book(model, draws),
     }
     floor = flops() / peak
-    table: dict[str, Any] = {"weights": count, "floor": {"seconds": floor}}
+    table |= {"weights": count, "floor": {"seconds": floor}}
     print(f"  resnet9 {count:,} weights, floor {floor:.2f} s", flush=True)
     for variant in variants:
         torch.cuda.empty_cache()
@@ -131,5 +131,5 @@ def bench(peak: float, variants: list[str]) -> dict[str, Any]:
             continue
         memory = torch.cuda.max_memory_allocated() / 1e9
         table[variant] = {"seconds": seconds, "share_of_peak": floor / seconds, "peak_memory_gb": memory}
+        save()
         print(f"  resnet9 {variant:25} {seconds:8.2f} s  {floor / seconds:6.1%}  {memory:6.1f} GB", flush=True)
-    return table
