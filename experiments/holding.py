@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import jostle
 from experiments import cifar10_retraining, reading, resolution
+from experiments.kept import mean_losses
 from experiments.resolution import SUBSETS, halves, lds_over_queries
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
-from experiments.samplers import mean_losses
 from jostle.attributors import ekfac, gradient_similarity
 from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
 from jostle.data.datasets import Data
@@ -312,9 +312,10 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
 
 
 def support(table: Mapping[str, Any], kappa: float) -> float:
-    """That of `jostle.conditioning.Halves`, from the agreement of halves in the record."""
-    roots = [math.sqrt(max(0.0, 2 * r / (1 + r))) for r in (table[f"{at:g}"]["values"] for at in (kappa, 0.0))]
-    return roots[0] / roots[1]
+    """That of `jostle.conditioning.supports`, from the agreement of halves in the record (all three ways to halve)."""
+    agreed = [table[f"{at:g}"]["values"] for at in (kappa, 0.0)]
+    roots = [math.sqrt(2 * r / (1 + r)) if r > 0 else 0.0 for r in agreed]
+    return roots[0] / roots[1] if roots[1] else 0.0
 
 
 def chosen(table: Mapping[str, Any], least: float = LEAST_SUPPORT) -> float:

@@ -58,10 +58,10 @@ def test_gradient_similarity(cosine: bool, buffer_bytes: int) -> None:
     if cosine:
         expected /= np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(right, axis=1)
     np.testing.assert_allclose(found.values, -expected, rtol=1e-4, atol=1e-6)
-    # An example helps itself.
     # Whichever side is held in memory, and passed through as often as that takes.
     turned = gradient_similarity(model, query, train, cosine=cosine, buffer_bytes=buffer_bytes)
     np.testing.assert_allclose(turned.values, found.values.T, rtol=1e-5, atol=1e-6)
+    # An example helps itself.
     same = gradient_similarity(model, train, train, cosine=cosine).values
     assert (np.diag(same) < 0).all()
 

@@ -181,8 +181,9 @@ def test_memory_is_the_time_in_which_the_pull_forgets() -> None:
 
 def test_diagnostics_know_how_long_a_rule_remembers() -> None:
     pull = 300.0
+    friction = {"baoab": {"friction": 3.0}}
     for name in ("sgld", "leimkuhler-matthews", "ornstein-uhlenbeck", "baoab"):
-        sampler = dataclasses.replace(RULES[name], step_size=1e-5)
+        sampler = dataclasses.replace(RULES[name], step_size=1e-5, **friction.get(name, {}))
         config = {
             "posterior": {"localization": pull, "prior_precision": 0.0},
             "sampler": {"name": type(sampler).__name__, **dataclasses.asdict(sampler)},

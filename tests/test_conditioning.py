@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle.cli import app
-from jostle.conditioning import LEAST_SUPPORT, LITTLE_SUPPORT, MOST_MOVES, Conditioned, Halves, Moves, jackknife_error
+from jostle.conditioning import LEAST_SUPPORT, LITTLE_SUPPORT, MOST_MOVES, Conditioned, Moves, jackknife_error, supports
 from jostle.errors import EstimateWarning
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
@@ -140,12 +140,15 @@ def test_standard_errors_are_those_of_other_draws(normalize: bool) -> None:
 
 
 def support_by_hand(train: np.ndarray, query: np.ndarray, kappa: float) -> float:
-    """√(2r/(1 + r)) at κ over that at 0, from all matrices; traces of an even number of draws."""
+    """√(2r/(1 + r)) at κ over that at 0, from all matrices; an even number of chains, or one with as many draws."""
     roots = []
     for held in (kappa, 1e-12):
         scores = []
-        for draws in (slice(train.shape[1] // 2), slice(train.shape[1] // 2, None)):
-            Z, B = (trace[:, draws].reshape(-1, trace.shape[2]) for trace in (train, query))
+        for part in range(2):
+            Z, B = (
+                np.split(trace, 2, axis=0 if len(trace) > 1 else 1)[part].reshape(-1, trace.shape[2])
+                for trace in (train, query)
+            )
             Z, B = Z - Z.mean(0), B - B.mean(0)
             scores.append(by_the_formula(Z, Z, B, held))
         r = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(scores[0].T, scores[1].T, strict=True)])
@@ -165,14 +168,33 @@ def test_support_is_the_agreement_of_halves() -> None:
     g, h = (side.double().numpy() for side in two_kinds_of_directions(30))
     weights = generator.normal(size=(3, 40, 33))
     train, query = weights @ g.T + 5, weights @ h.T - 2
-    halves = Halves(train, query, np.array([0, 2]))
-    for kappa in (1.0, 10.0, 100.0):
-        assert halves.support(kappa) == pytest.approx(support_by_hand(train[[0, 2]], query[[0, 2]], kappa), rel=1e-6)
-    assert halves.support(0.0) == 1
+    kappas = (1.0, 10.0, 100.0)
+    for chains in (np.array([0, 2]), np.array([1])):
+        found = supports(train, query, chains, kappas)
+        assert found is not None
+        for kappa in kappas:
+            assert found[kappa] == pytest.approx(support_by_hand(train[chains], query[chains], kappa), rel=1e-6)
+    # Of mirrored pairs both are in one half: where there is one pair, its draws are halved.
+    pair = np.array([0, 2])
+    mirrored = supports(train, query, pair, kappas, together=2)
+    first, second = (
+        np.concatenate([trace[pair][:, :20], trace[pair][:, 20:]]).reshape(2, 40, -1) for trace in (train, query)
+    )
+    assert mirrored is not None
+    assert mirrored[10.0] == pytest.approx(support_by_hand(first, second, 10.0), rel=1e-6)
     # A column that never moved has no scores to agree on.
     still = np.concatenate([query, np.ones((3, 40, 1))], axis=2)
-    assert Halves(train, still, np.array([0, 2])).support(10.0) == pytest.approx(halves.support(10.0), rel=1e-6)
-    assert np.isnan(Halves(train[:1, :3], query[:1, :3], np.arange(1)).support(10.0))
+    known = supports(train, query, pair, kappas)
+    with_it = supports(train, still, pair, kappas)
+    assert known is not None
+    assert with_it == pytest.approx(known, rel=1e-6)
+    assert supports(train[:1, :19], query[:1, :19], np.arange(1), kappas) is None
+    # Of two training examples halves agree altogether, or disagree so.
+    for seed in range(10):
+        few = np.random.default_rng(seed).normal(size=(2, 20, 2))
+        found = supports(few, few, np.arange(2), kappas)
+        assert found is not None
+        assert all(np.isfinite(value) and value >= 0 for value in found.values())
 
 
 def test_auto_is_what_the_draws_support(tmp_path: Path) -> None:
@@ -200,8 +222,10 @@ def test_auto_is_what_the_draws_support(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["top", str(known.directory), "--kappa", "auto"])
     assert "read at κ = 10, which the draws support, with the training losses held" in shown.stdout
     shown = CliRunner().invoke(app, ["top", str(noisy.directory), "--kappa", "auto"])
-    assert "read at κ = 0, which the draws support, as it was sampled" in shown.stdout
-    assert CliRunner().invoke(app, ["top", str(known.directory), "--kappa", "much"]).exit_code == 2
+    assert "read at κ = 0: the draws support no larger one, as it was sampled" in shown.stdout
+    refused = CliRunner().invoke(app, ["top", str(known.directory), "--kappa", "much"])
+    assert refused.exit_code == 2
+    assert "neither a number nor auto" in refused.output
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
@@ -238,7 +262,7 @@ def test_what_cannot_be_conditioned_is_refused(tmp_path: Path) -> None:
     run = sampled(train, query, 2.0, 10, tmp_path / "run")
     with pytest.raises(jostle.InputError, match="kappa: got standard errors within chains"):
         run.influence(kappa=10.0, standard_error=True, centering="within")
-    with pytest.raises(jostle.InputError, match="kappa: got part"):
+    with pytest.raises(jostle.InputError, match=r"kappa: got 10\.0 for the odd part"):
         run.influence(kappa=10.0, part="odd")
     wrong: Any
     for wrong in (-1.0, float("nan"), float("inf"), "10", "Auto", True):

@@ -343,7 +343,9 @@ def memory(sampler: Sampler, pull: float) -> float:
     step = _step_of(sampler)
     if isinstance(sampler, RMSpropSGLD):
         step = step / sampler.stabilizer
-    return max(1.0, 2 / math.sqrt(step * pull) if isinstance(sampler, BAOAB | SGNHT) else 2 / (step * pull))
+    if isinstance(sampler, BAOAB | SGNHT):  # more friction slows it down in proportion, and so does less: it swings
+        return max(1.0, 2 * max(sampler.friction, 1 / sampler.friction) / math.sqrt(step * pull))
+    return max(1.0, 2 / (step * pull))
 
 
 def calibrate(

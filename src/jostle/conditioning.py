@@ -25,6 +25,7 @@ Reference: Bishop, Etherton and Majumdar, *Adaptive sampling with the ensemble t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -55,6 +56,9 @@ LEAST_SUPPORT = 0.95
 
 LITTLE_SUPPORT = 0.9
 """Below this, a κ that was asked for is warned of."""
+
+FEWEST_IN_A_HALF = 10
+"""Draws. With fewer there are so few directions that holding one of them changes nothing but a scale."""
 
 PROBED_EXAMPLES = 256
 """How many training examples support is read from; and as many queries."""
@@ -157,50 +161,51 @@ class LeftOut:
         return np.asarray(self._trace[:, :, columns])[self._chains][self._kept][None][chains, draws]
 
 
-class Halves:
-    """Scores from the first half of all chains' draws, and from the second.
+def supports(
+    train: Trace, other: Trace, chains: np.ndarray, kappas: Sequence[float], *, together: int = 1
+) -> dict[float, float] | None:
+    """What the draws support: at every κ, √reliability of the scores over √reliability of what was sampled.
 
-    With r their correlation over training examples (the mean over queries), 2r/(1 + r) is the reliability of the scores
-    from all draws, and its root is what noise leaves of their correlation with anything else, such as retraining.
+    With r the correlation, over training examples (the mean over queries), of scores from one half of the chains with
+    those from the other (of the draws, where there is one chain), 2r/(1 + r) is the reliability of the scores from all
+    draws, and its root is what noise leaves of their correlation with anything else, such as retraining. None where
+    there are too few draws to tell. ``together`` chains side by side depend on each other.
 
     Reference: Spearman, *Correlation calculated from faulty data*, and Brown, *Some experimental results in the
     correlation of mental abilities*, both 1910.
     """
+    count, draws, every = len(chains), train.shape[1], slice(None)
+    if count >= 2 * together:
+        half = count // together // 2 * together
+        left_out = [(slice(half, None), every), (slice(count - half), every)]
+        size = half * draws
+    else:
+        half = draws // 2
+        left_out = [(every, slice(half, None)), (every, slice(draws - half))]
+        size = count * half
+    if size < FEWEST_IN_A_HALF:
+        return None
+    probed = [_some_columns(trace, chains) for trace in (train, other)]
+    kept: dict[float, list[np.ndarray]] = {}
+    for part in left_out:
+        try:
+            moves = Moves(LeftOut(train, chains, part), np.arange(1))
+        except InputError:  # in one half nothing moved, or there are too many draws to hold
+            return None
+        sides = [LeftOut(trace, np.arange(count), part) for trace in probed]
+        for kappa in {0.0, *kappas}:
+            values = covariance(*(Conditioned(side, moves, kappa) for side in sides)).values.astype(np.float64)
+            kept.setdefault(kappa, []).append(values - values.mean(0))
+    roots = {kappa: _root_of_reliability(*scores) for kappa, scores in kept.items()}
+    return {kappa: roots[kappa] / roots[0.0] if roots[0.0] else 0.0 for kappa in kappas}
 
-    def __init__(self, train: Trace, other: Trace, chains: np.ndarray) -> None:
-        half, alone = train.shape[1] // 2, np.arange(1)
-        probed = [_some_columns(trace, chains) for trace in (train, other)]
-        self._known: dict[float, float] = {}
-        self._halves: list[tuple[Moves, list[Trace]]] = []
-        if len(chains) * half < 2:
-            return
-        for draws in (slice(half, None), slice(train.shape[1] - half)):
-            left_out = (slice(None), draws)
-            moves = Moves(LeftOut(train, chains, left_out), alone)
-            self._halves.append((moves, [LeftOut(trace, np.arange(len(chains)), left_out) for trace in probed]))
 
-    def support(self, kappa: float) -> float:
-        """√reliability at κ over √reliability of what was sampled; NaN where draws are too few to tell."""
-        held, sampled = self._root(kappa), self._root(0.0)
-        return held / sampled if sampled else 0.0
-
-    def choose(self) -> float:
-        """Return the largest of `CHOICES` that the draws support, or 0."""
-        return next((kappa for kappa in CHOICES if self.support(kappa) >= LEAST_SUPPORT), 0.0)
-
-    def _root(self, kappa: float) -> float:
-        if not self._halves:
-            return math.nan
-        if kappa not in self._known:
-            scores = []
-            for moves, probed in self._halves:
-                values = covariance(*(Conditioned(trace, moves, kappa) for trace in probed)).values.astype(np.float64)
-                scores.append(values - values.mean(0))
-            lengths = np.sqrt(np.prod([(values**2).sum(0) for values in scores], axis=0))
-            moved = lengths > 0
-            r = float(((scores[0] * scores[1]).sum(0)[moved] / lengths[moved]).mean()) if moved.any() else 0.0
-            self._known[kappa] = math.sqrt(max(0.0, 2 * r / (1 + r)))
-        return self._known[kappa]
+def _root_of_reliability(first: Float[np.ndarray, "train query"], second: Float[np.ndarray, "train query"]) -> float:
+    """√(2r/(1 + r)) of centred scores from two halves."""
+    lengths = np.sqrt((first**2).sum(0) * (second**2).sum(0))
+    moved = lengths > 0
+    r = float(((first * second).sum(0)[moved] / lengths[moved]).mean()) if moved.any() else 0.0
+    return math.sqrt(2 * r / (1 + r)) if r > 0 else 0.0
 
 
 def _some_columns(trace: Trace, chains: np.ndarray) -> Float[np.ndarray, "chain draw column"]:

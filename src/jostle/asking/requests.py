@@ -221,11 +221,12 @@ def calibrated(
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
+    if "sampler" not in given and not isinstance(request["sampler"], dict):
+        # Its covariance has no error of the step, and it forgets in a third of the steps (docs/samplers.md).
+        request = request | {"sampler": "baoab"}
     _settings(request)
     task = task_of(request)
-    # Its covariance has no error of the step either, and it forgets in a fifth of the steps (docs/samplers.md).
-    named = "sampler" in given or isinstance(request["sampler"], dict)
-    sampler = sampler_of(request if named else request | {"sampler": "baoab"})
+    sampler = sampler_of(request)
     options = {name: task.options[name] for name in ("potential_loss", "collate") if name in task.options}
     sampling_data = task.options.get("sampling_data", task.sampling_data)
     chosen = calibrate(

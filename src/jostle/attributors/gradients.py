@@ -29,6 +29,10 @@ BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""
 
 
+TF32_TOLERANCE = 0.03
+"""How far a gradient may differ from the same one by another kernel: of convolutions, a GPU rounds operands to TF32
+unless it is told otherwise. A gradient of something else differs by far more."""
+
 log = logging.getLogger("jostle")
 
 
@@ -153,7 +157,8 @@ class PerExample:
             self._mapped = False
             return self._one_by_one(data, chosen)
         if first is not None:  # believed after one look
-            self._mapped = bool((rows[:1] - first).norm() <= self._model.tolerance * first.norm())
+            tolerance = max(self._model.tolerance, TF32_TOLERANCE if first.is_cuda else 0.0)
+            self._mapped = bool((rows[:1] - first).norm() <= tolerance * first.norm())
             if not self._mapped:
                 log.info("gradients are taken one by one (several at once give other numbers)")
                 return self._one_by_one(data, chosen)

@@ -59,9 +59,9 @@ class Checkpoints:
             chain: read_metadata(self._path(chain))["step"] if self._path(chain).exists() else 0 for chain in chains
         }
 
-    def draws(self, chain: int) -> int:
-        """Return how many draws of a chain there were when it was stored."""
-        return read_metadata(self._path(chain)).get("draws", 0) if self._path(chain).exists() else 0
+    def draws(self, chain: int) -> int | None:
+        """Return how many draws of a chain there were when it was stored; None where that was not kept yet."""
+        return read_metadata(self._path(chain)).get("draws") if self._path(chain).exists() else 0
 
     def load(self, chains: list[int], step: int, dynamics: Walk, recorder: Recorder) -> Group:
         """Return chains as they were stored at this step."""

@@ -18,7 +18,7 @@ from jostle.errors import InputError
             "jostle calibrate lm.yaml --model ./model --train t.jsonl --query q.jsonl",
             "then jostle run ... --config lm.yaml",
         ),
-        ("jostle calibrate mine.yaml --task my_file.py:build --rise 0.3", "farther from the checkpoint"),
+        ("jostle calibrate mine.yaml --task my_file.py:build --rise 1", "farther from the checkpoint"),
         ("jostle calibrate mine.yaml --task my_file.py:build --localization 500", "the rest, for this localization"),
     )
 )

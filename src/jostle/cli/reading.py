@@ -30,7 +30,8 @@ def _read_at(scores: Scores) -> str:
     """Say at which κ, and whether it was chosen."""
     kappa, chosen = scores.provenance["kappa"], "kappa_chosen" in scores.provenance
     how = "with the training losses held" if kappa else "as it was sampled"
-    return f"read at κ = {kappa:g}" + (", which the draws support" if chosen else "") + f", {how}"
+    support = ", which the draws support" if kappa else ": the draws support no larger one"
+    return f"read at κ = {kappa:g}{support if chosen else ''}, {how}"
 
 
 @app.command(
@@ -119,6 +120,7 @@ def show(
     console = Console(highlight=False)
     marked = [token] if token is not None else scored
     print_tokens(console, f"query {query}", queries[query], marked=marked)
+    scores = None
     for index in chosen:
         scores = opened.token_influence(index, query, whole_query=token is None, normalize=True, kappa=kappa)
         column = 0 if token is None else scored.index(token)
@@ -129,6 +131,8 @@ def show(
         print_strongest(console, texts[index], correlations, 8)
     console.print()
     console.print(legend())
+    if kappa and scores is not None:
+        typer.echo(_read_at(scores))
 
 
 @app.command(

@@ -26,12 +26,17 @@ Normalize = Annotated[bool, typer.Option("--normalize/--covariance", help="Corre
 
 def kappa_of(word: Any) -> Any:
     """Return what was written: a number, or auto."""
-    return word if word == "auto" else float(word)
+    try:
+        return word if word == "auto" else float(word)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{word!r} is neither a number nor auto") from error
 
 
 Kappa = Annotated[
     Any,
-    typer.Option(parser=kappa_of, metavar="K|auto", help="Read at a larger n_beta than was sampled (docs/reading.md)."),
+    typer.Option(
+        parser=kappa_of, metavar="K|auto", help="Read at a larger n_beta: 10, or auto, as far as the draws support."
+    ),
 ]
 Reduction = Annotated[Literal["mean", "sum"], typer.Option(help="What a sequence's loss is of its tokens' losses.")]
 

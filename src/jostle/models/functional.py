@@ -37,20 +37,6 @@ class ObservedBatch(NamedTuple):
         return losses.flatten() if self.entries is None else losses.flatten()[self.entries]
 
 
-TENSOR_FLOAT32_EPS = 2.0**-10
-
-
-def tensor_float32(model: nn.Module) -> bool:
-    """Whether a GPU may round the operands of this model's products to TF32: convolutions' by PyTorch's own default."""
-    try:
-        if torch.backends.cuda.matmul.allow_tf32:
-            return True
-        convolutions = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
-        return convolutions and torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it was set through a newer interface, of which the older one knows nothing
-        return True
-
-
 class FunctionalModel:
     """Losses, gradients and observables of a model at given weights, one chain after another.
 
@@ -74,11 +60,7 @@ class FunctionalModel:
     def tolerance(self) -> float:
         """How far two evaluations of the same thing may differ, relatively, by rounding."""
         eps = [torch.finfo(value.dtype).eps for value in self.model.parameters() if value.is_floating_point()]
-        if self.bfloat16:
-            eps.append(torch.finfo(torch.bfloat16).eps)
-        if self.device.type == "cuda" and tensor_float32(self.model):
-            eps.append(TENSOR_FLOAT32_EPS)
-        return min(0.03, 1000 * max(eps))
+        return min(0.03, 1000 * max(*eps, torch.finfo(torch.bfloat16).eps if self.bfloat16 else 0.0))
 
     def call(self, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Any) -> Tensor:
         """Return ``function(model, *inputs)`` at one chain's weights, differentiable with respect to them."""

@@ -44,11 +44,12 @@ def so_far(run: Run) -> str:
     chains, draws, whole = run.config["chains"], run.config["draws"], run.manifest.get("recorded", {})
     if run.manifest["status"] == ADDING_QUERIES:
         return f"all {chains} × {run.draws} draws, and not yet all queries at them"
-    checkpoints = Checkpoints(run.directory / "state")
-    there = sum(
-        max(checkpoints.draws(chain), whole.get("draws", 0) if chain < whole.get("chains", 0) else 0)
-        for chain in range(chains)
-    )
+    checkpoints, there = Checkpoints(run.directory / "state"), 0
+    for chain, step in checkpoints.steps(range(chains)).items():
+        done = checkpoints.draws(chain)
+        if done is None:  # an older version's: as many as are before its step
+            done = min(draws, max(0, -((run.config["burn_in"] - step) // run.config["thin"])))
+        there += max(done, whole.get("draws", 0) if chain < whole.get("chains", 0) else 0)
     most = "at most " if run.config.get("until") or run.config.get("minutes") else ""
     return f"{there} of {most}{chains} × {draws} draws"
 

@@ -14,7 +14,17 @@ import yaml
 from jaxtyping import UInt8
 
 from jostle.chains.recording import load_sums
-from jostle.conditioning import LITTLE_SUPPORT, Conditioned, Halves, Kappa, Moves, check_kappa, jackknife_error
+from jostle.conditioning import (
+    CHOICES,
+    LEAST_SUPPORT,
+    LITTLE_SUPPORT,
+    Conditioned,
+    Kappa,
+    Moves,
+    check_kappa,
+    jackknife_error,
+    supports,
+)
 from jostle.config import fingerprint_settings
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
 from jostle.errors import ChainsFailedError, EstimateWarning, InputError
@@ -71,7 +81,7 @@ class Run:
         self.manifest = read_manifest(directory)
         self.config = read_config(directory)
         self._known_moves: dict[str, Moves] = {}
-        self._known_halves: dict[str | None, Halves] = {}
+        self._known_supports: dict[tuple[str | None, Kappa], dict[float, float] | None] = {}
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -360,21 +370,37 @@ class Run:
         if kappa == 0:
             return 0.0, {"kappa": 0.0}
         if part is not None:
-            raise InputError("kappa", got="part", expected="all of the influence", fix="ask without kappa")
-        if on not in self._known_halves:
+            raise InputError(
+                "kappa", got=f"{kappa} for the {part} part", expected="all of the influence", fix="ask without kappa"
+            )
+        if (on, kappa) not in self._known_supports:
             other = self.traces.observable(on) if on is not None else self._sequence_losses("query", "mean")
-            self._known_halves[on] = Halves(self._sequence_losses("train", "mean"), other, self.healthy_chains)
-        halves = self._known_halves[on]
-        held = halves.choose() if kappa == "auto" else float(kappa)
-        support = halves.support(held)
-        if support < LITTLE_SUPPORT:
+            self._known_supports[on, kappa] = supports(
+                self._sequence_losses("train", "mean"), other, self.healthy_chains,
+                CHOICES if kappa == "auto" else [float(kappa)], together=2 if self.antithetic else 1,
+            )  # fmt: skip
+        found = self._known_supports[on, kappa]
+        if kappa == "auto":
+            held = next((one for one in CHOICES if found and found[one] >= LEAST_SUPPORT), 0.0)
+            try:
+                _ = held and self._moves("pooled")
+            except InputError:  # halves of the draws can be held, and all of them are too many
+                held = 0.0
+            return held, {
+                "kappa": held,
+                "kappa_support": None if found is None else found.get(held, 1.0),
+                "kappa_chosen": True,
+            }
+        support = None if found is None else found[float(kappa)]
+        if support is None or support < LITTLE_SUPPORT:
+            says = "are too few to tell whether they support" if support is None else "hardly support"
+            left = "" if support is None else f": noise leaves {support:.0%} of what it leaves of scores as sampled"
             warnings.warn(
-                f"the draws hardly support kappa={held:g}: noise leaves {support:.0%} of what it leaves of scores as "
-                "they were sampled; read with kappa='auto', or raise draws",
+                f"the draws {says} kappa={kappa:g}{left}; read with kappa='auto', or raise draws",
                 EstimateWarning,
                 stacklevel=3,
             )
-        return held, {"kappa": held, "kappa_support": support, **({"kappa_chosen": True} if kappa == "auto" else {})}
+        return float(kappa), {"kappa": float(kappa), "kappa_support": support}
 
     def _moves(self, centering: Centering) -> Moves:
         """How the training losses move: found once, for it takes a while."""
