@@ -13,7 +13,6 @@ it stood.
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import math
 import time
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 import jostle
 from experiments import cifar10_retraining, reading, resolution
 from experiments.kept import mean_losses
-from experiments.resolution import SUBSETS, halves, lds_over_queries
+from experiments.resolution import SUBSETS, halves, lds_over_queries, model_at
 from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
 from jostle.attributors import ekfac, gradient_similarity
 from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
@@ -125,12 +124,7 @@ class FromWarmStart:
         return weights.detach()
 
     def model(self, weights: Tensor) -> nn.Module:
-        model = copy.deepcopy(self._template)
-        named = self._moving.unflatten(weights)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(named[name])
-        return model
+        return model_at(weights, self._template, self._moving)
 
     def bank(self, directory: Path, steps: int, share: float) -> Bank:
         """Retrainings of so many steps on random shares, side by side."""

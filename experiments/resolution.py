@@ -237,17 +237,11 @@ class Trainer:
     def model(self) -> nn.Module:
         """The model that is analysed: trained on all examples."""
         everything = [np.arange(len(self._data))]
-        return self._with(
-            fit(self._one, self.problem, self._data, self._starts[0][None], everything, self.problem.epochs)[0]
+        return model_at(
+            fit(self._one, self.problem, self._data, self._starts[0][None], everything, self.problem.epochs)[0],
+            self._template,
+            self._moving,
         )
-
-    def _with(self, weights: Tensor) -> nn.Module:
-        model = copy.deepcopy(self._template)
-        named = self._moving.unflatten(weights)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(named[name])
-        return model
 
     def bank(self, directory: Path, subsets: Subsets) -> Bank:
         """The bank of retrainings on these subsets, all seeds of the problem; what is there is not done again."""
@@ -268,8 +262,18 @@ class Trainer:
                 members = [subsets.indices(subset) for subset in some]
                 fitted = fit(self._many, problem, self._data, starts, members, problem.epochs)
                 for subset, weights in zip(some, fitted, strict=True):
-                    bank.store(subset, place, measure(self._with(weights)))
+                    bank.store(subset, place, measure(model_at(weights, self._template, self._moving)))
         return bank
+
+
+def model_at(weights: Tensor, template: nn.Module, moving: MovingWeights) -> nn.Module:
+    """A model of its own with these weights, all of which move."""
+    model = copy.deepcopy(template)
+    named = moving.unflatten(weights)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(named[name])
+    return model
 
 
 def halves(count: int) -> Subsets:

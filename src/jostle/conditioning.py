@@ -17,7 +17,7 @@ In the space of draws it is a linear map: with Z the centred training losses (dr
 covariance of W^½·a and W^½·b, W = (I + κ·ZZᵀ/λmax(ZZᵀ))⁻¹.
 
 What is held is what the draws know best. Where they are few and losses move in many directions, noise is left, and a
-smaller κ is better: how well scores from halves of the draws agree says so (`Halves`), without any retraining.
+smaller κ is better: how well scores from halves of the chains agree says so (`supports`), without any retraining.
 
 Reference: Bishop, Etherton and Majumdar, *Adaptive sampling with the ensemble transform Kalman filter*, 2001.
 """
