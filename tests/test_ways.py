@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.special
 import torch
 
 import jostle
@@ -15,7 +16,7 @@ from architectures import CONFIGURATIONS, tiny
 from jostle.chains.observing import Observer
 from jostle.data.datasets import Data
 from jostle.models.functional import FunctionalModel
-from jostle.models.in_place import InPlace
+from jostle.models.in_place import InPlace, error_function
 from jostle.models.prefix import repeated_blocks
 from jostle.models.weights import MovingWeights
 
@@ -118,7 +119,15 @@ def test_compiled(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for torch.compile")
 def test_compiled_to_machine_code() -> None:
-    assert_the_same("llama", device="cpu", backend="inductor", replay=False)
+    assert_the_same("gpt-neox", device="cpu", backend="inductor", replay=False)  # with an error function of our own
+
+
+def test_the_error_function_of_what_is_compiled() -> None:
+    x = torch.cat([torch.linspace(-9, 9, 10_001), torch.tensor([0.0, -0.0, 1e-30, torch.inf, -torch.inf])])
+    exact = torch.from_numpy(scipy.special.erf(x.double().numpy()))
+    np.testing.assert_allclose(error_function(x).double(), exact, rtol=0, atol=6e-7)
+    assert error_function(torch.tensor([torch.nan])).isnan().all()
+    assert error_function(x.double()) is NotImplemented  # more digits than it has
 
 
 @CUDA

@@ -30,7 +30,7 @@ CPU_BATCH_SIZE = 256
 CREW_BATCH_SIZE = 8
 """The same on each of several processes that hold one model."""
 
-BATCH_GROWTH, WORTHWHILE_GAIN = 4, 1.05
+BATCH_GROWTH, WORTHWHILE_GAIN = 4, 1.02
 """By what factor a batch is grown on a GPU, and how much faster it has to become."""
 
 
@@ -159,8 +159,10 @@ def choose_batch_size(model: FunctionalModel, loss: Loss, data: Data, order: np.
     if model.device.type != "cuda":
         return CPU_BATCH_SIZE
     center = model.moving.center[None]
-    best, best_rate, size = 1, 0.0, min(BATCH_GROWTH, len(order))
-    while True:
+    best, best_rate, size = 1, 0.0, 1
+    while size < len(order):
+        # Batches of equal size: a small rest costs as much as a whole one.
+        size = _equal(len(order), BATCH_GROWTH * size)
         try:
             batch = data.batch(order[-size:])
             seconds = math.inf
@@ -177,13 +179,13 @@ def choose_batch_size(model: FunctionalModel, loss: Loss, data: Data, order: np.
         if rate < WORTHWHILE_GAIN * best_rate:
             break
         best, best_rate = size, rate
-        if size == len(order):
-            break
-        size = min(BATCH_GROWTH * size, len(order))
-    # Batches of equal size: a small rest costs as much as a whole one.
-    count = -(-len(order) // best)
-    log.info("%s is observed in %d batches of %d", data.name, count, -(-len(order) // count))
-    return -(-len(order) // count)
+    log.info("%s is observed in %d batches of %d", data.name, -(-len(order) // best), best)
+    return best
+
+
+def _equal(examples: int, size: int) -> int:
+    """The size of about equal batches, of at most so many examples."""
+    return -(-examples // -(-examples // size))
 
 
 def _bytes_in(batch: Batch) -> int:

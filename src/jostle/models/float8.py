@@ -35,6 +35,13 @@ def quantize(values: Float[Tensor, "row column"]) -> tuple[Tensor, Float[Tensor,
     return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
+def refresh(weight: Tensor, place: Tensor, scales: Float[Tensor, "row 1"]) -> None:
+    """`quantize` weights into the places of earlier ones."""
+    rounded, scale = quantize(weight)
+    place.copy_(rounded)
+    scales.copy_(scale)
+
+
 def product(
     rows: Tensor, row_scales: Float[Tensor, "row 1"], weight: Tensor, channel_scales: Float[Tensor, "channel 1"]
 ) -> Float[Tensor, "row channel"]:
@@ -102,6 +109,7 @@ class Float8:
                 f"multiples of {DIVISOR}",
                 expected="'bfloat16' or 'model' for it",
             )
+        self._refresh = refresh
         how = "emulated" if emulated else "by its own units"
         log.info("%d of %d linear layers are observed in float8 (%s)", len(self._layers), len(layers), how)
 
@@ -117,14 +125,17 @@ class Float8:
             del layer.emulated, layer.kept
         self._kept = []
 
+    def compile(self, backend: str | None) -> None:
+        """Round weights in one pass over memory; None undoes it."""
+        self._refresh = refresh if backend is None else torch.compile(refresh, backend=backend, dynamic=False)
+
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Have every layer's weights in float8 made once, now, for as long as they stay what they are."""
         if not self._kept:  # at places that stay, for what is compiled or recorded
             self._kept = [quantize(layer.weight) for layer in self._layers]
         for layer, kept in zip(self._layers, self._kept, strict=True):
-            for place, value in zip(kept, quantize(layer.weight), strict=True):
-                place.copy_(value)
+            self._refresh(layer.weight, *kept)
             layer.kept = kept
         try:
             yield
