@@ -249,5 +249,6 @@ def kernels(profiler: Any) -> list[tuple[str, float, float]]:
 
 def print_kernels(profiler: Any, most: int = 25) -> None:
     """Where the time of a draw goes."""
+    print(f"    {sum(one[1] for one in kernels(profiler)):9.3f} ms            in all", flush=True)
     for name, milliseconds, calls in kernels(profiler)[:most]:
         print(f"    {milliseconds:9.3f} ms  {calls:8.1f} ×  {name[:110]}", flush=True)
