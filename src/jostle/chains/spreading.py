@@ -79,8 +79,9 @@ class Spread(Dynamics):
 
     def advance(self, group: Group) -> None:
         """Move a group by one step."""
-        parts = self._parts(group)
-        self._each(super().advance, parts)
+        parts, advance = self._parts(group), super().advance
+        # Gradients are much Python, which one thread at a time may run; noise is next to none.
+        self._each(lambda number, part: advance(part, noise_first=number % 2 == 1), parts)
         # Weights, and statistics of single weights, were moved in place; those of whole chains may be new.
         group.statistics = {
             name: value if self._per_weight(value) else torch.cat([part.statistics[name] for part in parts])
@@ -94,7 +95,7 @@ class Spread(Dynamics):
     ) -> dict[str, Float[Tensor, "chain column"]]:
         """Return the losses of every observed set, and every observable, at the group's weights."""
         observe = super().observe
-        seen = self._each(lambda part: observe(part, observers), self._parts(group))
+        seen = self._each(lambda _, part: observe(part, observers), self._parts(group))
         return {name: torch.cat([values[name] for values in seen]) for name in seen[0]}
 
     def _parts(self, group: Group) -> list[Group]:
@@ -112,19 +113,19 @@ class Spread(Dynamics):
             for part in rows
         ]
 
-    def _each(self, work: Callable[[Group], Result], parts: list[Group]) -> list[Result]:
+    def _each(self, work: Callable[[int, Group], Result], parts: list[Group]) -> list[Result]:
         pool = _pool(self.threads, os.getpid())
-        running = [pool.submit(self._work, work, part) for part in parts]
+        running = [pool.submit(self._work, work, number, part) for number, part in enumerate(parts)]
         wait(running)  # where one fails, too: nobody goes on while others still move
         return [part.result() for part in running]
 
-    def _work(self, work: Callable[[Group], Result], part: Group) -> Result:
+    def _work(self, work: Callable[[int, Group], Result], number: int, part: Group) -> Result:
         if not hasattr(self._ready, "here"):
             # What a loss finds out about a model, once for each, it cannot find out among chains side by side.
             with torch.no_grad():
                 self._potential_loss(self.model.model, self._sampling_data.batch(range(1)))
             self._ready.here = True
-        return work(part)
+        return work(number, part)
 
 
 @cache
