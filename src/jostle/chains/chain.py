@@ -49,8 +49,8 @@ class Walk(Protocol):
         """Put chains at step 0."""
         ...
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step."""
+    def advance(self, group: Group, most: int = 1) -> None:
+        """Move a group by a step, or by up to so many where stopping in between would cost time."""
         ...
 
     def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
@@ -142,7 +142,7 @@ class Dynamics:
             self._pieces = min(2 * self._pieces, len(batches[0]))
             log.warning("out of memory: minibatches are gone through in %d pieces from here on", self._pieces)
 
-    def advance(self, group: Group, *, noise_first: bool = False) -> None:
+    def advance(self, group: Group, most: int = 1, *, noise_first: bool = False) -> None:
         """Move a group by one step; its noise, which knows nothing of where it stands, may come before its gradient."""
         config, sources = self.config, self._sources(group.chains)
         blocks: Iterable[tuple[slice, Tensor]] = randomness.noise(

@@ -51,8 +51,8 @@ class _Generator(threading.local):
 
     def at(self, seed: int, chain: int, step: int, stream: str) -> np.random.Generator:
         # All of the state is hashed: no two streams meet, and none has to be run in.
-        state = {"state": _words(seed, chain, step, stream)}
-        self._bits.state = {"bit_generator": KIND, "state": state, "has_uint32": 0, "uinteger": 0}
+        words = _words(seed, chain, step, stream)
+        self._bits.state = {"bit_generator": KIND, "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
         return self._numbers
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -32,6 +34,9 @@ BUILT_IN = frozenset(type(factory()) for factory in FACTORIES)
 
 OUR_SAMPLERS = (SGLD.__module__, BAOAB.__module__)
 """Rules that remember nothing, but for their statistics."""
+
+AWAY_SECONDS = 0.2
+"""How long threads may walk on by themselves, while nobody asks whether the run is to stop."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -74,21 +79,29 @@ class Spread(Dynamics):
 
     def __init__(self, model: OnEveryThread, *others: Any, threads: int, **named: Any) -> None:
         super().__init__(model, *others, **named)
-        self.threads = threads
+        self.threads, self._step_seconds = threads, math.inf
         self._ready = threading.local()
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step."""
+    def advance(self, group: Group, most: int = 1, *, noise_first: bool = False) -> None:
+        """Move a group by as many steps as are short together; the threads wait for each other after the last."""
         parts, advance = self._parts(group), super().advance
-        # Gradients are much Python, which one thread at a time may run; noise is next to none.
-        self._each(lambda number, part: advance(part, noise_first=number % 2 == 1), parts)
+        steps = min(most, max(1, int(AWAY_SECONDS / self._step_seconds)))
+
+        def move(number: int, part: Group) -> None:
+            for _ in range(steps):
+                # Gradients are much Python, which one thread at a time may run; noise is next to none.
+                advance(part, noise_first=noise_first != (number % 2 == 1))
+
+        started = time.perf_counter()
+        self._each(move, parts)
+        self._step_seconds = (time.perf_counter() - started) / steps
         # Weights, and statistics of single weights, were moved in place; those of whole chains may be new.
         group.statistics = {
             name: value if self._per_weight(value) else torch.cat([part.statistics[name] for part in parts])
             for name, value in group.statistics.items()
         }
         torch.autograd.graph.increment_version(group.weights)
-        group.step += 1
+        group.step += steps
 
     def observe(
         self, group: Group, observers: Mapping[str, Observer] | None = None
