@@ -1,4 +1,4 @@
-"""8 chains of a 100k-weight classifier on a CPU, in each way there is of running them.
+"""8 chains of models of 100k weights on a CPU, in each way there is of running them.
 
 One after another is what a plain user gets from a loop over chains: PyTorch's own settings, one chain at a time.
 """
@@ -22,6 +22,7 @@ from jostle.chains.execution import choose, onednn
 from jostle.chains.observing import Observer
 from jostle.chains.spreading import OnEveryThread, Spread
 from jostle.data.datasets import Data
+from jostle.losses import Loss
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
@@ -40,23 +41,71 @@ def threads(count: int) -> Iterator[None]:
 
 
 def parts_of_a_draw(way: Dynamics, at_once: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A step of batch 32 of every chain, and 500 examples observed at all of them."""
+    """The steps of every chain, of batch 32, and 500 examples observed at all of them."""
     groups = [way.start(list(range(first, first + at_once))) for first in range(0, CHAINS, at_once)]
-    return lambda: [way.advance(group) for group in groups], lambda: [way.observe(group) for group in groups]
+
+    def steps() -> None:
+        for group in groups:
+            until = group.step + STEPS
+            while group.step < until:
+                way.advance(group, until - group.step)
+
+    return steps, lambda: [way.observe(group) for group in groups]
 
 
-def bench(repeats: int = 30) -> dict[str, Any]:
-    """Seconds of a draw in each way, the least of many in turns, part by part; the processor's; and what is chosen."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 280), nn.GELU(), nn.Linear(280, 280), nn.GELU(), nn.Linear(280, 10)).eval()
-    with InPlace(model, MovingWeights(model, "all")) as in_place:
-        return _bench(in_place, repeats)
-
-
-def _bench(in_place: InPlace, repeats: int) -> dict[str, Any]:
-    cores = torch.get_num_threads()
-    model, moving, loss = in_place.model, in_place.moving, jostle.losses.classification()
+def classifier() -> tuple[nn.Module, Loss, Data]:
+    model = nn.Sequential(nn.Linear(64, 280), nn.GELU(), nn.Linear(280, 280), nn.GELU(), nn.Linear(280, 10))
     data = Data((torch.randn(500, 64), torch.arange(500) % 10), "train")
+    return model, jostle.losses.classification(), data
+
+
+def language_model() -> tuple[nn.Module, Loss, Data]:
+    """Two blocks of width 64, 16 tokens at a time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=168, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    data = Data([{"input_ids": row} for row in torch.randint(64, (500, 16)).tolist()], "train")
+    return LlamaForCausalLM(shape), jostle.losses.next_token(), data
+
+
+def convnet() -> tuple[nn.Module, Loss, Data]:
+    """Three convolutions, on images of 16 × 16."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+    data = Data((torch.randn(500, 3, 16, 16), torch.arange(500) % 10), "train")
+    return model, jostle.losses.classification(), data
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Loss, Data]], int]] = {
+    "classifier": (classifier, 30),
+    "language model": (language_model, 5),
+    "convnet": (convnet, 3),
+}
+"""Each with how often it is timed."""
+
+
+def bench() -> dict[str, Any]:
+    """Seconds of a draw in each way, the least of many in turns, part by part; the processor's; and what is chosen."""
+    table: dict[str, Any] = {}
+    for name, (make, repeats) in MODELS.items():
+        torch.manual_seed(0)
+        model, loss, data = make()
+        moving = MovingWeights(model.eval(), "all")
+        print(f"  {name}, {moving.total:,} weights", flush=True)
+        with InPlace(model, moving) as in_place:
+            table[name] = {"weights": moving.total, **_bench(in_place, loss, data, repeats)}
+    return table
+
+
+def _bench(in_place: InPlace, loss: Loss, data: Data, repeats: int) -> dict[str, Any]:
+    cores = torch.get_num_threads()
+    model, moving = in_place.model, in_place.moving
     config = configuration(loss, chains=CHAINS, draws=2000, thin=STEPS)
     parts: dict[str, Any] = {
         "sampling_data": data, "potential_loss": loss, "observables": {},
@@ -68,6 +117,7 @@ def _bench(in_place: InPlace, repeats: int) -> dict[str, Any]:
     ways: dict[str, tuple[Dynamics, int, int, bool]] = {
         "one after another": (alone, 1, cores, True),
         "one after another, one thread": (alone, 1, 1, True),
+        "the same without oneDNN": (alone, 1, 1, False),
         "side by side": (together, CHAINS, cores, True),
         "side by side, without oneDNN": (together, CHAINS, cores, False),
         "spread": (spread, CHAINS, cores, True),
@@ -75,7 +125,7 @@ def _bench(in_place: InPlace, repeats: int) -> dict[str, Any]:
     }
     work = {name: parts_of_a_draw(way, at_once) for name, (way, at_once, *_) in ways.items()}
     clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
-    least = {name: np.full((2, 2), np.inf) for name in ways}  # of a step and an observation, by each clock
+    least = {name: np.full((2, 2), np.inf) for name in ways}  # of the steps and an observation, by each clock
     for _ in range(repeats):
         for name, (_, _, count, enabled) in ways.items():
             with threads(count), onednn(enabled):
@@ -84,7 +134,7 @@ def _bench(in_place: InPlace, repeats: int) -> dict[str, Any]:
                     part()
                     taken = [clock() - start for clock, start in zip(clocks, before, strict=True)]
                     least[name][row] = np.minimum(least[name][row], taken)
-    draws = {name: STEPS * times[0] + times[1] for name, times in least.items()}
+    draws = {name: times.sum(0) for name, times in least.items()}
     # The plain loop is given the better of two settings: several threads for each operation may hurt it.
     plain = min(draws[name][0] for name in list(ways)[:2])
     table: dict[str, Any] = {"load_average": os.getloadavg()[0]}  # of a busy machine, only the processor's count

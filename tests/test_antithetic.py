@@ -97,7 +97,8 @@ def test_odd_is_the_first_order_and_even_the_second(n_beta: float) -> None:
         z = deviations(result.influence(part=part, standard_error=True), exact[part])
         assert np.sqrt(np.mean(z**2)) < 2.0, part
         relative = np.linalg.norm(result.influence(part=part).values + exact[part]) / np.linalg.norm(exact[part])
-        assert relative < (0.3 if n_beta else 0.15), (part, relative)
+        # Few draws and fourth moments: the error of the even part was 0.08 to 0.38 over 12 seeds.
+        assert relative < (0.5 if n_beta else 0.15), (part, relative)
     z = deviations(result.influence(standard_error=True), exact["odd"] + exact["even"])
     assert np.sqrt(np.mean(z**2)) < 2.0
     # The parts' sum is the whole but for the product of their means' errors.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import jostle
 from conftest import Says
+from jostle.runs.layout import write_manifest
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 
@@ -230,6 +231,16 @@ def test_a_run_of_something_else_is_refused_with_both_fingerprints(
     ):
         jostle.attribute(**(arguments | change), out=tmp_path / "run", progress=False)
     assert jostle.load(tmp_path / "run").manifest == first.manifest
+
+
+def test_a_run_with_other_random_numbers_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "progress": False}
+    manifest = jostle.attribute(**arguments, draws=2, out=tmp_path / "run").manifest
+    assert manifest.pop("randomness") == "SFC64"
+    write_manifest(tmp_path / "run", manifest)
+    assert jostle.attribute(**arguments, draws=2, out=tmp_path / "run").manifest["draws"] == 2
+    with pytest.raises(jostle.InputError, match="random numbers come from Philox, expected SFC64; go on with it in"):
+        jostle.attribute(**arguments, draws=3, out=tmp_path / "run")
 
 
 class Scaled:

@@ -270,6 +270,24 @@ def test_weight_restriction_leaves_the_noise_of_the_others_alone() -> None:
     np.testing.assert_array_equal(noise[:, -some.total :], restricted)
 
 
+def test_every_stream_of_noise_is_its_own() -> None:
+    """Standard normal numbers, without a correlation between seeds, chains, steps and parameters."""
+    model = nn.ParameterDict({name: torch.zeros(20_000) for name in ("a", "b", "c")})
+    moving, device = MovingWeights(model, "all"), torch.device("cpu")
+    noise = [
+        next(jostle.chains.randomness.noise(seed, [0, 1, 10], step, moving, device))[1].unflatten(1, (3, -1))
+        for seed in (0, 1, 2**64)
+        for step in (0, 1, 10)
+    ]
+    streams = torch.cat(noise).flatten(0, 1).double()
+    assert streams.shape == (81, 20_000)
+    error = 20_000**-0.5
+    assert streams.mean(1).abs().max() < 5 * error
+    assert (streams.square().mean(1) - 1).abs().max() < 5 * 2**0.5 * error
+    assert (streams.pow(4).mean(1) - 3).abs().max() < 5 * 96**0.5 * error
+    assert torch.corrcoef(streams).fill_diagonal_(0).abs().max() < 5 * error
+
+
 def test_ragged_sequences_run_side_by_side(caplog: pytest.LogCaptureFixture) -> None:
     from test_posterior import Tied
     from test_traces import sequences

@@ -60,7 +60,7 @@ def test_batches_become_smaller(
     model = Greedy(40)
     advance = jostle.chains.chain.Dynamics.advance
 
-    def another_program_takes_memory(self: Any, group: Any) -> None:
+    def another_program_takes_memory(self: Any, group: Any, most: int = 1) -> None:
         if group.step == 3:
             model.room = 6
         advance(self, group)

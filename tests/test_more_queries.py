@@ -47,7 +47,7 @@ def test_more_queries(sampler: str, keep_weights: bool, tmp_path: Path, monkeypa
     before, steps = files(tmp_path / "run"), 0
     advance = jostle.chains.chain.Dynamics.advance
 
-    def counting(self: Any, group: Any) -> None:
+    def counting(self: Any, group: Any, most: int = 1) -> None:
         nonlocal steps
         steps += 1
         advance(self, group)

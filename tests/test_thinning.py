@@ -91,7 +91,7 @@ def slow_observation(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         clock[0] += seconds if observers is None else 0.1
         return observe(self, group, observers)
 
-    def stepped(self: Dynamics, group: Any) -> None:
+    def stepped(self: Dynamics, group: Any, most: int = 1) -> None:
         clock[0] += 1.0
         advance(self, group)
 

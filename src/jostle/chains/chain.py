@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,8 +49,8 @@ class Walk(Protocol):
         """Put chains at step 0."""
         ...
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step."""
+    def advance(self, group: Group, most: int = 1) -> None:
+        """Move a group by a step, or by up to so many where stopping in between would cost time."""
         ...
 
     def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
@@ -142,13 +142,17 @@ class Dynamics:
             self._pieces = min(2 * self._pieces, len(batches[0]))
             log.warning("out of memory: minibatches are gone through in %d pieces from here on", self._pieces)
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step."""
-        config, gradient = self.config, self.gradient(group)
+    def advance(self, group: Group, most: int = 1, *, noise_first: bool = False) -> None:
+        """Move a group by one step; its noise, which knows nothing of where it stands, may come before its gradient."""
+        config, sources = self.config, self._sources(group.chains)
+        blocks: Iterable[tuple[slice, Tensor]] = randomness.noise(
+            config.seed, sources, group.step, self.model.moving, self.model.device
+        )
+        if noise_first:
+            blocks = list(blocks)
+        gradient = self.gradient(group)
         burning_in = group.step < config.burn_in
         before, after = group.statistics, {}
-        sources = self._sources(group.chains)
-        blocks = randomness.noise(config.seed, sources, group.step, self.model.moving, self.model.device)
         mirrored = [row for row, chain in enumerate(group.chains) if chain != sources[row]]
         if getattr(config.sampler, "whole_chain", False):
             noises = [noise for _, noise in blocks]

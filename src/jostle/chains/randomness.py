@@ -2,14 +2,15 @@
 
 Minibatches depend on (seed, chain, step), noise on (seed, chain, step, parameter), and neither on anything else:
 not on how many chains run side by side, on which weights move beside this one, or on an interruption. The CPU uses
-NumPy's counter-based Philox generator. A CUDA device uses its own, seeded from (seed, chain, step), for all weights at
-once: the two kinds of device draw different noise from one seed, and on CUDA the noise of a weight depends on which
-others move.
+NumPy's SFC64 generator, in a state that is a hash of these. A CUDA device uses its own, seeded from (seed, chain,
+step), for all weights at once: the two kinds of device draw different noise from one seed, and on CUDA the noise of a
+weight depends on which others move.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,6 +25,9 @@ from jostle.models.weights import MovingWeights
 BLOCK = 1 << 28
 """How many weights of a chain are moved at once on a CUDA device; part of what a seed means there."""
 
+KIND = "SFC64"
+"""Where the random numbers of a CPU, and all minibatches, come from; part of what a seed means."""
+
 WORTH_THREADS = 1 << 17
 """From so many numbers on, several threads make a CPU's noise, each that of some chains."""
 
@@ -33,42 +37,34 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="jostle-noise")
 
 
-@cache
-def _stream(name: str) -> int:
-    """A 64-bit number for a name; unlike Python's hash, the same in every process."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+def _words(seed: int, chain: int, step: int, stream: str) -> np.ndarray:
+    """256 bits that belong to these; unlike Python's hash, the same in every process."""
+    return np.frombuffer(hashlib.sha256(f"{seed}/{chain}/{step}/{stream}".encode()).digest(), "<u8")
 
 
-class _Counter:
-    """A generator that is put at (seed, stream, chain, step), at a small part of the cost of making a new one."""
+class _Generator(threading.local):
+    """A thread's generator, put at (seed, chain, step, stream) at a small part of the cost of making a new one."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed % 2**64
-        self._nothing = np.zeros(4, np.uint64)
-        self._bits = np.random.Philox(0)
-        self._generator = np.random.Generator(self._bits)
+    def __init__(self) -> None:
+        self._bits = np.random.SFC64(0)
+        self._numbers = np.random.Generator(self._bits)
 
-    def at(self, stream: str, chain: int, step: int) -> np.random.Generator:
-        # The first two counter words count the numbers drawn; chain and step sit in words these never reach.
-        counter = np.array([0, 0, chain, step], np.uint64)
-        key = np.array([self._seed, _stream(stream)], np.uint64)
-        self._bits.state = {
-            "bit_generator": "Philox",
-            "state": {"counter": counter, "key": key},
-            "buffer": self._nothing,
-            "buffer_pos": 4,
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-        return self._generator
+    def at(self, seed: int, chain: int, step: int, stream: str) -> np.random.Generator:
+        # All of the state is hashed: no two streams meet, and none has to be run in.
+        words = _words(seed, chain, step, stream)
+        self._bits.state = {"bit_generator": KIND, "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+        return self._numbers
+
+
+_generator = _Generator()
 
 
 def minibatches(seed: int, chains: Sequence[int], step: int, *, size: int, of: int) -> list[np.ndarray]:
     """Return the indices of each chain's minibatch, drawn without replacement; all, in order, where it is whole."""
     if size >= of:
         return [np.arange(of)] * len(chains)
-    counter = _Counter(seed)
-    return [counter.at("minibatch", chain, step).choice(of, size, replace=False, shuffle=False) for chain in chains]
+    numbers = (_generator.at(seed, chain, step, "minibatch") for chain in chains)
+    return [those.choice(of, size, replace=False, shuffle=False) for those in numbers]
 
 
 def noise(
@@ -81,25 +77,23 @@ def noise(
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
 
-        def fill(row: np.ndarray, chain: int, counter: _Counter) -> None:
+        def fill(row: np.ndarray, chain: int) -> None:
             for (name, part), size, kept in zip(moving.slices.items(), moving.whole.sizes, moving.kept, strict=True):
-                generator = counter.at(f"noise/{name}", chain, step)
+                numbers = _generator.at(seed, chain, step, f"noise/{name}")
                 if size == part.stop - part.start:
-                    generator.standard_normal(out=row[part], dtype=row.dtype)
+                    numbers.standard_normal(out=row[part], dtype=row.dtype)
                 else:  # the numbers of a shard are those that the whole parameter has there
-                    row[part] = generator.standard_normal(size, dtype=row.dtype)[kept]
+                    row[part] = numbers.standard_normal(size, dtype=row.dtype)[kept]
 
         if values.size < WORTH_THREADS or torch.get_num_threads() == 1:
-            counter = _Counter(seed)
             for row, chain in zip(values, chains, strict=True):
-                fill(row, chain, counter)
+                fill(row, chain)
         else:
-            list(_threads(torch.get_num_threads()).map(fill, values, chains, [_Counter(seed) for _ in chains]))
+            list(_threads(torch.get_num_threads()).map(fill, values, chains))
         yield slice(0, moving.total), torch.from_numpy(values)
         return
     generators = [
-        torch.Generator(device).manual_seed(_stream.__wrapped__(f"{seed}/{chain}/{step}/noise") % 2**63)
-        for chain in chains
+        torch.Generator(device).manual_seed(int(_words(seed, chain, step, "noise")[0]) % 2**63) for chain in chains
     ]
     places, given = moving.places(), 0
     for start in range(0, moving.whole.total, BLOCK):

@@ -102,8 +102,9 @@ def run_chains(
                 if draw == config.draws - 1:
                     report(Progress(done, mean_loss))
                     break
-            dynamics.advance(group)
-            done += len(group.chains)
+            before = group.step
+            dynamics.advance(group, config.thin - between)
+            done += len(group.chains) * (group.step - before)
             report(Progress(done, mean_loss))
         recorder.flush()
         for chain in group.chains:

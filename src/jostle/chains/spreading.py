@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -32,6 +34,9 @@ BUILT_IN = frozenset(type(factory()) for factory in FACTORIES)
 
 OUR_SAMPLERS = (SGLD.__module__, BAOAB.__module__)
 """Rules that remember nothing, but for their statistics."""
+
+AWAY_SECONDS = 0.2
+"""How long threads may walk on by themselves, while nobody asks whether the run is to stop."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -74,27 +79,36 @@ class Spread(Dynamics):
 
     def __init__(self, model: OnEveryThread, *others: Any, threads: int, **named: Any) -> None:
         super().__init__(model, *others, **named)
-        self.threads = threads
+        self.threads, self._step_seconds = threads, math.inf
         self._ready = threading.local()
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step."""
-        parts = self._parts(group)
-        self._each(super().advance, parts)
+    def advance(self, group: Group, most: int = 1, *, noise_first: bool = False) -> None:
+        """Move a group by as many steps as are short together; the threads wait for each other after the last."""
+        parts, advance = self._parts(group), super().advance
+        steps = min(most, max(1, int(AWAY_SECONDS / self._step_seconds)))
+
+        def move(number: int, part: Group) -> None:
+            for _ in range(steps):
+                # Gradients are much Python, which one thread at a time may run; noise is next to none.
+                advance(part, noise_first=noise_first != (number % 2 == 1))
+
+        started = time.perf_counter()
+        self._each(move, parts)
+        self._step_seconds = (time.perf_counter() - started) / steps
         # Weights, and statistics of single weights, were moved in place; those of whole chains may be new.
         group.statistics = {
             name: value if self._per_weight(value) else torch.cat([part.statistics[name] for part in parts])
             for name, value in group.statistics.items()
         }
         torch.autograd.graph.increment_version(group.weights)
-        group.step += 1
+        group.step += steps
 
     def observe(
         self, group: Group, observers: Mapping[str, Observer] | None = None
     ) -> dict[str, Float[Tensor, "chain column"]]:
         """Return the losses of every observed set, and every observable, at the group's weights."""
         observe = super().observe
-        seen = self._each(lambda part: observe(part, observers), self._parts(group))
+        seen = self._each(lambda _, part: observe(part, observers), self._parts(group))
         return {name: torch.cat([values[name] for values in seen]) for name in seen[0]}
 
     def _parts(self, group: Group) -> list[Group]:
@@ -112,19 +126,19 @@ class Spread(Dynamics):
             for part in rows
         ]
 
-    def _each(self, work: Callable[[Group], Result], parts: list[Group]) -> list[Result]:
+    def _each(self, work: Callable[[int, Group], Result], parts: list[Group]) -> list[Result]:
         pool = _pool(self.threads, os.getpid())
-        running = [pool.submit(self._work, work, part) for part in parts]
+        running = [pool.submit(self._work, work, number, part) for number, part in enumerate(parts)]
         wait(running)  # where one fails, too: nobody goes on while others still move
         return [part.result() for part in running]
 
-    def _work(self, work: Callable[[Group], Result], part: Group) -> Result:
+    def _work(self, work: Callable[[int, Group], Result], number: int, part: Group) -> Result:
         if not hasattr(self._ready, "here"):
             # What a loss finds out about a model, once for each, it cannot find out among chains side by side.
             with torch.no_grad():
                 self._potential_loss(self.model.model, self._sampling_data.batch(range(1)))
             self._ready.here = True
-        return work(part)
+        return work(number, part)
 
 
 @cache

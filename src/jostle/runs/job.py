@@ -32,6 +32,7 @@ from jostle.runs.layout import (
     go_on,
     new_manifest,
     open_run,
+    require_same_randomness,
     url_of_traces,
 )
 from jostle.runs.planning import describe_plan, make_plan
@@ -174,6 +175,8 @@ class Job:
                 self._queries,
                 keep_weights=self._kept.weights,
             )
+            if manifest is not None and (manifest["status"] == "sampling" or "config" in self._changes(manifest)):
+                require_same_randomness(self._directory, manifest)
             # One that was cut off while it was made ready for more is between two configs, which is no damage.
             if manifest is not None and manifest["status"] == "complete" and self._changes(manifest):
                 require_undamaged(self._directory)

@@ -25,6 +25,7 @@ import yaml
 from torch import Tensor
 
 from jostle._version import __version__
+from jostle.chains import randomness
 from jostle.chains.execution import Execution
 from jostle.chains.observing import Observer
 from jostle.chains.stopping import next_round
@@ -211,6 +212,18 @@ def open_run(
     return manifest
 
 
+def require_same_randomness(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse to go on with chains whose seed has another meaning now."""
+    there = manifest.get("randomness", "Philox")
+    if there != randomness.KIND:
+        raise InputError(
+            "out",
+            got=f"{directory}, a run whose random numbers come from {there}",
+            expected=randomness.KIND,
+            fix="go on with it in the version of Jostle that began it, or choose another directory",
+        )
+
+
 def _has_more_queries(
     directory: Path, fingerprints: dict[str, str], config: Config, manifest: dict[str, Any], query: Data | None
 ) -> bool:
@@ -360,6 +373,7 @@ def new_manifest(
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "platform": platform.platform(),
         "device": str(device),
+        "randomness": randomness.KIND,
         "fingerprints": {"config": config.fingerprint(), **fingerprints},
         "planned": {"chains": config.chains, "draws": config.draws},
         "moving_weights": moving.total,

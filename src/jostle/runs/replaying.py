@@ -79,10 +79,10 @@ class Replay:
         self._read(group)
         return group
 
-    def advance(self, group: Group) -> None:
-        """Move a group by one step, or to the next weights that were kept."""
+    def advance(self, group: Group, most: int = 1) -> None:
+        """Move a group by a step, or by up to so many, or to the next weights that were kept."""
         if self._kept is None:
-            self._dynamics.advance(group)
+            self._dynamics.advance(group, most)
         else:
             group.step += 1
             self._read(group)
