@@ -566,7 +566,7 @@ def _pilot(
         except ChainsFailedError:
             fault = "every chain left the finite numbers"
         else:
-            found = run.diagnostics()
+            found = run.diagnostics(support=False)
             rise = found["rise"]
             if run.failed_chains:
                 fault = f"chain {run.failed_chains[0]} left the finite numbers"

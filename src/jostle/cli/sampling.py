@@ -303,7 +303,7 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
     from jostle.cli.terminal import print_summary
     from jostle.diagnose import command
 
-    found = finished.diagnostics()
+    found = finished.diagnostics(support=False)
     print_summary(Console(highlight=False), found, str(out), command(finished.config, found["verdict"], out))
     if finished.stopped:
         say(finished.stopped)

@@ -151,6 +151,9 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if both.get("spearman") is not None:
             top = f"{both['top_overlap']:.0%} of the top {found['agreement']['top']} in common"
             yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
+    if found.get("kappa_support"):
+        each = ", ".join(f"{kappa}: {value:.2f}" for kappa, value in found["kappa_support"].items())
+        yield "support of κ", f"{each}; --kappa auto reads at {found['kappa']:g}"
     for remark in found["remarks"]:
         yield "remark", remark
 
