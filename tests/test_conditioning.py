@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -299,6 +300,17 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert listed[0]["score"] == pytest.approx(scores.values[:, 1].min(), rel=1e-5)
     CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / "a.npy"), "--kappa", "10"])
     np.testing.assert_allclose(np.load(tmp_path / "a.npy"), scores.values, rtol=1e-6)
+    for kappa, name in ((10, "a.csv"), (0, "b.csv"), (10, "a.parquet")):
+        CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / name), "--kappa", str(kappa)])
+        file = tmp_path / name
+        frame = pandas.read_csv(file) if file.suffix == ".csv" else pandas.read_parquet(file)
+        assert [*frame.columns] == ["train", "query", "score", "kappa"]
+        assert (frame["kappa"] == kappa).all()
+        assert len(frame) == scores.values.size
+    assert repr(scores) == "Scores(bif −correlation at κ = 10, 8 train × 3 query, negative = helps)"
+    assert repr(run.influence()) == "Scores(bif influence, 8 train × 3 query, negative = helps)"
+    chosen = run.influence(kappa="auto")
+    assert f"influence at κ = {chosen.provenance['kappa']:g}, 8 train" in repr(chosen)
     bank = Bank.create(
         tmp_path / "bank", random_subsets(8, 6), queries=3, fingerprints=run.manifest["fingerprints"], dtype="float32"
     )
