@@ -26,6 +26,10 @@ RISE_DOUBTFUL, RISE_UNRELIABLE = 2.0, 5.0
 HARDLY_RISEN = RISE / 100
 """Of the mean loss from its value at w*, in nats: a hint, no verdict. At a tenth of RISE most scores were worse."""
 
+FAR_RISEN = 1.0
+"""Likewise. The farthest at which scores were compared by retraining, where most had become a little worse than at
+RISE; too little for a verdict."""
+
 RUNAWAY_SPREADS = 8.0
 """How far above the draws before it, in their robust standard deviations, a chain that runs away has come."""
 
