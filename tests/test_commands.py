@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 import jostle
@@ -23,6 +25,7 @@ from jostle import presets
 from jostle.asking import requests
 from jostle.asking.tasks import language_model
 from jostle.cli import app
+from jostle.cli.terminal import print_strongest
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
 from test_texts import make_tokenizer
@@ -133,11 +136,27 @@ def test_show_colours_the_training_text(place: Path) -> None:
     assert "<s>the capital of France is Paris" in result.stdout
     correlations = run.token_influence(3, 1, whole_query=True, normalize=True).posterior_correlation[:, 0]
     strongest = np.abs(correlations).argmax()
-    assert f"({correlations[strongest]:+.2f})" in result.stdout.split("strongest:")[1]
+    first = result.stdout.split("strongest:\n")[1].splitlines()[0]
+    token = run.examples("train")[3]["tokens"][run.traces.columns("train").positions_of(3)[strongest]]
+    assert first.startswith(f"{correlations[strongest]:+.2f}  ")
+    assert f"[{token}]" in first
+    assert first.replace("[", "").replace("]", "").endswith("the capital of France is Paris"[-20:])
     position = run.traces.columns("query").positions_of(1)[-1]
     one = jostle_command("show", place / "run", "-q", 1, "--train", 3, "--token", position)
     last = run.token_influence(3, 1, normalize=True).posterior_correlation[:, -1]
-    assert f"({last[np.abs(last).argmax()]:+.2f})" in one.stdout.split("strongest:")[1]
+    assert one.stdout.split("strongest:\n")[1].startswith(f"{last[np.abs(last).argmax()]:+.2f}  ")
+
+
+def test_strongest_tokens_are_shown_among_their_neighbours() -> None:
+    tokens = ["<s>", "One", " two", ".", "\n", "Three", " four", ".", " Five", " six", " seven", "'s", "'"]
+    console = Console(width=80, file=io.StringIO())
+    print_strongest(console, {"tokens": tokens}, {3: -0.5, 4: 0.25, 7: 0.75, 11: 0.125}, 3)
+    assert console.file.getvalue().splitlines() == [
+        "strongest:",
+        "+0.75   <s>One two.\\nThree four[.] Five six seven's'",
+        "-0.50                <s>One two[.]\\nThree four. Five six s",
+        "+0.25               <s>One two.[\\n]Three four. Five six sev",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "csv", "parquet"])

@@ -19,6 +19,10 @@ HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
 """Blue and orange: a pair that a colour-blind reader can tell apart."""
 
 
+CONTEXT = 24
+"""How much of a text is shown before and after a token that is listed, in characters."""
+
+
 def print_ranking(
     console: Console, ranking: Ranking, train: Sequence[Mapping[str, Any]], query: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -249,10 +253,19 @@ def print_tokens(
 def print_strongest(
     console: Console, example: Mapping[str, Any], correlations: Mapping[int, float], count: int
 ) -> None:
-    """List the tokens with the largest correlations, for terminals without colour and for numbers."""
+    """List the tokens with the largest correlations among their neighbours: a dot or a space alone says nothing."""
     order = sorted(correlations, key=lambda position: -abs(correlations[position]))[:count]
-    parts = [f"{example['tokens'][position].strip() or '·'} ({correlations[position]:+.2f})" for position in order]
-    console.print(Text("strongest: " + "  ".join(parts), style="dim"))
+    tokens = example["tokens"]
+
+    def quoted(start: int, end: int) -> str:
+        return repr("".join(tokens[start:end]))[1:-1]  # line breaks as they are written
+
+    console.print(Text("strongest:", style="dim"))
+    for position in order:
+        before, after = quoted(0, position)[-CONTEXT:], quoted(position + 1, len(tokens))[:CONTEXT]
+        itself = (f"[{quoted(position, position + 1)}]", "bold")
+        line = Text.assemble(f"{correlations[position]:+.2f}  {before:>{CONTEXT}}", itself, after)
+        console.print(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def legend() -> Text:
