@@ -86,6 +86,15 @@ def test_what_moves_is_said_before_sampling(place: Path) -> None:
     assert "6,144 weights of 8 parameters move (attention): model.layers.0.self_attn.q_proj.weight" in said
 
 
+def test_everything_that_is_said_begins_with_the_name(place: Path, tmp_path: Path) -> None:
+    """What a library would log, too."""
+    result = jostle_command("run", tmp_path / "run", *sources(place), *SMALL, "--max-length", "6")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("jostle: ") for line in lines), result.stderr
+    assert sum("sequences cut to 6 tokens" in line for line in lines) == 2  # of texts, and of queries
+
+
 def test_the_run_is_that_of_the_python_surface(place: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)

@@ -46,7 +46,8 @@ def telling(show: bool) -> Iterator[Callable[[str], None]]:
     from rich.progress import TextColumn, TimeElapsedColumn
 
     columns = (TimeElapsedColumn(), TextColumn("gone"), TextColumn("{task.description}", markup=False))
-    with RichProgress(*columns, console=console, transient=True) as line:
+    # What a program reads from stdout does not go through here.
+    with RichProgress(*columns, console=console, transient=True, redirect_stdout=False) as line:
         task = line.add_task("")
         yield lambda what: line.update(task, description=what)
 

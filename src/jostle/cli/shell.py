@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -62,7 +64,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _log_as_lines():
             warnings.showwarning = _show_warning
             try:
                 return super().invoke(ctx)
@@ -76,6 +78,23 @@ class _Commands(TyperGroup):
                 raise _failure(str(error), ExitCode.INTERRUPTED) from error
             except KeyboardInterrupt as error:
                 raise _failure(str(error) or INTERRUPTED, ExitCode.INTERRUPTED) from error
+
+
+class _Lines(logging.Handler):
+    """What is logged, as the rest that a command says."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def _log_as_lines() -> Iterator[None]:
+    log, lines = logging.getLogger("jostle"), _Lines(logging.WARNING)
+    log.addHandler(lines)
+    try:
+        yield
+    finally:
+        log.removeHandler(lines)
 
 
 def _failure(message: str, code: ExitCode) -> typer.Exit:
