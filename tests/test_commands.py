@@ -24,7 +24,8 @@ from conftest import Says
 from jostle import presets
 from jostle.asking import requests
 from jostle.asking.tasks import language_model
-from jostle.cli import app
+from jostle.chains.progress import telling
+from jostle.cli import app, shell
 from jostle.cli.terminal import print_strongest
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
@@ -93,6 +94,22 @@ def test_everything_that_is_said_begins_with_the_name(place: Path, tmp_path: Pat
     lines = result.stderr.splitlines()
     assert all(line.startswith("jostle: ") for line in lines), result.stderr
     assert sum("sequences cut to 6 tokens" in line for line in lines) == 2  # of texts, and of queries
+
+
+def test_what_is_said_during_a_progress_bar_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with telling(True) as tell:
+        tell("measuring")
+        shell.say("something [of note]")
+        print("for a program")
+    captured = capsys.readouterr()
+    assert captured.out == "for a program\n"
+    shown = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split("[\r\n]", captured.err)]
+    assert "jostle: something [of note]" in shown
+    assert any(line.endswith("gone measuring") for line in shown)
 
 
 def test_the_run_is_that_of_the_python_surface(place: Path) -> None:

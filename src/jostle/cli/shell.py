@@ -107,8 +107,9 @@ def _failure(message: str, code: ExitCode) -> typer.Exit:
 
 def say(message: str) -> None:
     """Say something on stderr, in one line."""
-    # Plain echo, not rich: a message may quote anything, and square brackets in it are not markup.
-    typer.echo(f"jostle: {' '.join(message.splitlines())}", err=True)
+    # Not by rich: a message may quote anything, and square brackets in it are not markup. Nor by typer, which would
+    # write into the line of a progress bar.
+    print(f"jostle: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
 
 
 def _show_warning(
