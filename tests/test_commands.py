@@ -26,7 +26,7 @@ from jostle.asking import requests
 from jostle.asking.tasks import language_model
 from jostle.chains.progress import telling
 from jostle.cli import app, shell
-from jostle.cli.terminal import print_strongest
+from jostle.cli.terminal import print_ranking, print_strongest
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
 from test_texts import make_tokenizer
@@ -154,6 +154,15 @@ def test_top_as_a_table(place: Path, columns: int) -> None:
     assert "     2        +1.000   <s>seven" in result.stdout
     table = result.stdout.split("posterior correlation:")[0]
     assert max(map(len, table.splitlines())) <= columns
+
+
+def test_a_side_without_examples_is_not_an_empty_table() -> None:
+    console = Console(width=80, file=io.StringIO())
+    ranking = jostle.Scores(values=np.array([[-0.5], [-0.25]]), method="bif", normalized=True).top(0, 5)
+    print_ranking(console, ranking, [{"text": "one"}, {"text": "two"}], [{"text": "three"}])
+    shown = console.file.getvalue()
+    assert "most harmful: none" in shown
+    assert shown.count("correlation   text") == 1
 
 
 def test_show_colours_the_training_text(place: Path) -> None:

@@ -33,6 +33,9 @@ def print_ranking(
         about += f": {excerpt(query[ranking.query], console.width - len(about) - 2)}"
     console.print(Text(about, style="bold"), soft_wrap=True)
     for title, entries in (("most helpful", ranking.helpful), ("most harmful", ranking.harmful)):
+        if not entries:
+            console.print(f"{title}: none")
+            continue
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         cells = [(str(entry.index), _value(entry, ranking)) for entry in entries]
         room = console.width - 8  # what the table's own padding takes
