@@ -185,7 +185,7 @@ def test_show_colours_the_training_text(place: Path) -> None:
 def test_strongest_tokens_are_shown_among_their_neighbours() -> None:
     tokens = ["<s>", "One", " two", ".", "\n", "Three", " four", ".", " Five", " six", " seven", "'s", "'"]
     console = Console(width=80, file=io.StringIO())
-    print_strongest(console, {"tokens": tokens}, {3: -0.5, 4: 0.25, 7: 0.75, 11: 0.125}, 3)
+    print_strongest(console, {"tokens": tokens}, {3: -0.5, 4: 0.25, 7: 0.75, 9: 0.004}, 4)
     assert console.file.getvalue().splitlines() == [
         "strongest:",
         "+0.75   <s>One two.\\nThree four[.] Five six seven's'",

@@ -132,7 +132,7 @@ def test_good_runs_that_went_far_are_hinted_at() -> None:
     usual = sample_of(simulate(1 / LARGEST, chains=CHAINS, **GOOD))
     rise, center = float(usual.mean_loss.mean()) - usual.center_loss, 9.0
     known = config(1 / LARGEST)
-    for far, hinted in ((0.99, False), (1.01, True), (2.8, True), (4.6, False)):
+    for far, hinted in ((1.98, False), (2.02, True), (2.8, True), (4.6, False)):
         losses = center + far / rise * (usual.train - usual.center_loss)
         sample = dataclasses.replace(sample_of(losses), center_loss=center)
         found = diagnose.diagnose(known, MANIFEST | {"scale": None}, sample)

@@ -257,7 +257,8 @@ def print_strongest(
     console: Console, example: Mapping[str, Any], correlations: Mapping[int, float], count: int
 ) -> None:
     """List the tokens with the largest correlations among their neighbours: a dot or a space alone says nothing."""
-    order = sorted(correlations, key=lambda position: -abs(correlations[position]))[:count]
+    shown = [position for position, value in correlations.items() if abs(value) >= 0.005]  # the others would be 0.00
+    order = sorted(shown, key=lambda position: -abs(correlations[position]))[:count]
     tokens = example["tokens"]
 
     def quoted(start: int, end: int) -> str:

@@ -21,14 +21,11 @@ DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""
 
 RISE_DOUBTFUL, RISE_UNRELIABLE = 2.0, 5.0
-"""Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3."""
+"""Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3. A hint, and no verdict, where
+the loss at w* is large itself."""
 
 HARDLY_RISEN = RISE / 100
 """Of the mean loss from its value at w*, in nats: a hint, no verdict. At a tenth of RISE most scores were worse."""
-
-FAR_RISEN = 1.0
-"""Likewise. The farthest at which scores were compared by retraining, where most had become a little worse than at
-RISE; too little for a verdict."""
 
 RUNAWAY_SPREADS = 8.0
 """How far above the draws before it, in their robust standard deviations, a chain that runs away has come."""

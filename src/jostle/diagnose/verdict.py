@@ -16,7 +16,6 @@ from jostle.diagnose.thresholds import (
     AGREEMENT_UNRELIABLE,
     DRIFT_ERRORS,
     ENOUGH_DRAWS,
-    FAR_RISEN,
     FEWEST_EFFECTIVE,
     HARDLY_RISEN,
     HOT,
@@ -68,7 +67,7 @@ def _hint(config: Mapping[str, Any], reasons: list[Reason], found: Mapping[str, 
     best, auto = "scores were best some tenths of a nat away", f"jostle run --auto chooses settings for {RISE:g}"
     if abs(rise) < HARDLY_RISEN:
         return f"the chains hardly moved: the mean loss is {rise:+.1g} nats from its value at w*, and {best}; {auto}"
-    if rise > FAR_RISEN:
+    if rise > RISE_DOUBTFUL:
         # Of a quadratic loss the rise is tr(H)/2γ.
         nearer = _two_digits(config["posterior"]["localization"] * rise / RISE)
         return (
