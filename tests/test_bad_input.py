@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"^localization: got 0 without a prior, expected .* by which friction is measured; LeimkuhlerMatthews needs neither$",
     ),
     "the control with a gradient": (
-        lambda: {"sampler": jostle.Gaussian(), "burn_in": 1},
+        lambda: {"sampler": jostle.Gaussian(), "posterior": P(n_beta=200, localization=1e4)},
         r"^n_beta: got 200 with the Gaussian sampler, which uses no gradient, expected n_beta=0; set n_beta to 0",
     ),
     "the control from w* itself": (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import jostle
 from jostle import calibration
+from jostle.asking import requests
 from jostle.calibration import (
     Probe,
     _noise,
@@ -26,6 +29,7 @@ from jostle.calibration import (
     memory,
     standard_error,
 )
+from jostle.chains import progress
 from jostle.data.datasets import Data
 from jostle.diagnose.measures import memory_in_steps
 from jostle.models.functional import FunctionalModel
@@ -242,6 +246,71 @@ def test_a_divergent_step_is_halved_until_it_is_stable() -> None:
     assert f"halved {halvings} times" in reason
 
 
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice interrupted: while the rise is sought, and in the pilot."""
+    problem, passes, interrupted_in = linear(), 0, ""
+    settings: Any = {"loss": REGRESSION, "rise": 0.2, "batch_size": 25, "progress": False}
+    measured = calibration.Measured.__call__
+
+    def interruptible(self: Any, name: str, measure: Any) -> Any:
+        if interrupted_in and re.match(interrupted_in, name):
+            raise KeyboardInterrupt
+        return measured(self, name, measure)
+
+    def counting(measure: Any) -> Any:
+        def wrapped(*given: Any, **named: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            return measure(*given, **named)
+
+        return wrapped
+
+    monkeypatch.setattr(calibration.Measured, "__call__", interruptible)
+    for place, name in ((Probe, "mean_loss"), (Probe, "gradient"), (calibration, "_pilot")):
+        monkeypatch.setattr(place, name, counting(getattr(place, name)))
+    whole = calibrate(problem.model(), problem.data, **settings)
+    in_all, keep = passes, tmp_path / "new" / "measured.json"
+    passes, counts = 0, []
+    for interrupted_in in ("rises .* 16 perturbations", "pilot"):  # noqa: B007
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(problem.model(), problem.data, keep=keep, **settings)
+        counts.append(passes)
+    interrupted_in = ""
+    assert calibrate(problem.model(), problem.data, keep=keep, **settings).choices == whole.choices
+    assert (
+        1 < counts[0] < counts[1] < passes == in_all + 2
+    )  # each begins with the mean loss at w*: is it the same model?
+    # Another one is measured anew.
+    other = problem.model()
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.01)
+    passes, interrupted_in = 0, "curvature"
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(other, problem.data, keep=keep, **settings)
+    assert passes > 1
+
+
+def test_what_is_being_done_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a log, at most a line a minute: here, every line."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    problem = linear()
+    found = calibrate(problem.model(), problem.data, loss=REGRESSION, rise=0.2)
+    lines = capsys.readouterr().err.splitlines()
+    rises = [
+        re.match(r"jostle: seeking a rise of 0\.2: (\S+) at localization (\S+), pass \d+$", line) for line in lines
+    ]
+    reached = [float(match[1]) for match in rises if match]
+    assert len(set(reached)) > 2
+    assert abs(reached[-1] - 0.2) < abs(reached[0] - 0.2)
+    curvatures = [line for line in lines if "seeking the largest curvature: " in line]
+    assert float(curvatures[-1].split(": ")[2].split(" ")[0]) == pytest.approx(found.curvature.largest, rel=0.05)
+    assert sum("steps, about" in line for line in lines) > 5  # of the pilot
+    calibrate(problem.model(), problem.data, loss=REGRESSION, rise=0.2, progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_no_gradient_is_the_control() -> None:
     problem = linear()
     chosen = calibrate(problem.model(), problem.data, loss=REGRESSION, kappa=0)
@@ -345,6 +414,7 @@ def test_commands(task: list[str], tmp_path: Path) -> None:
     settings = yaml.safe_load(file.read_text())
     assert settings["thin"] == 3
     assert settings["calibration"]["rise"] == pytest.approx(0.2, rel=0.03)
+    assert not file.with_suffix(".measured.json").exists()  # it was for an interruption
     assert jostle_command("run", tmp_path / "a", "--config", file).exit_code == 0
     auto = jostle_command("run", tmp_path / "b", *task, "--auto", "--rise", "0.2", "--kappa", "1", "--thin", "3")
     assert auto.exit_code == 0, auto.stderr
@@ -356,6 +426,29 @@ def test_commands(task: list[str], tmp_path: Path) -> None:
     again = jostle_command("run", tmp_path / "b", *task, "--auto", "--rise", "0.2", "--kappa", "1", "--thin", "3")
     assert again.exit_code == 0
     assert "localization " not in again.stderr  # what was chosen then stands
+
+
+def test_a_run_that_was_interrupted_before_it_began(
+    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What --auto measured stays in the directory, which is a run's for that; another place is refused at once."""
+    command, out = [*task, "--auto", "--rise", "0.2", "--kappa", "1"], tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(requests, "carry_out", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+        assert jostle_command("run", out, *command).exit_code == 75
+    assert [path.name for path in out.iterdir()] == ["calibration.json"]
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "measured_rises", None)
+        patched.setattr(calibration, "largest_curvature", None)
+        patched.setattr(calibration, "_pilot", None)
+        finished = jostle_command("run", out, *command)
+        assert finished.exit_code == 0, finished.stderr
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "notes.txt").write_text("something else")
+        refused = jostle_command("run", tmp_path / "mine", *command)
+    assert refused.exit_code == 2
+    assert "holds something else" in refused.stderr
+    assert jostle_command("check", out).exit_code == 0
 
 
 @pytest.mark.parametrize("control", [["--kappa", "0", "--sampler", "sgld"], ["--sampler", "gaussian"]], ids=" ".join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 import jostle
@@ -22,7 +24,9 @@ from conftest import Says
 from jostle import presets
 from jostle.asking import requests
 from jostle.asking.tasks import language_model
-from jostle.cli import app
+from jostle.chains.progress import telling
+from jostle.cli import app, shell
+from jostle.cli.terminal import print_ranking, print_strongest
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
 from test_texts import make_tokenizer
@@ -83,6 +87,31 @@ def test_what_moves_is_said_before_sampling(place: Path) -> None:
     assert "6,144 weights of 8 parameters move (attention): model.layers.0.self_attn.q_proj.weight" in said
 
 
+def test_everything_that_is_said_begins_with_the_name(place: Path, tmp_path: Path) -> None:
+    """What a library would log, too."""
+    result = jostle_command("run", tmp_path / "run", *sources(place), *SMALL, "--max-length", "6")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("jostle: ") for line in lines), result.stderr
+    assert sum("sequences cut to 6 tokens" in line for line in lines) == 2  # of texts, and of queries
+
+
+def test_what_is_said_during_a_progress_bar_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with telling(True) as tell:
+        tell("measuring")
+        shell.say("something [of note]")
+        print("for a program")
+    captured = capsys.readouterr()
+    assert captured.out == "for a program\n"
+    shown = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split("[\r\n]", captured.err)]
+    assert "jostle: something [of note]" in shown
+    assert any(line.endswith("gone measuring") for line in shown)
+
+
 def test_the_run_is_that_of_the_python_surface(place: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
@@ -127,17 +156,42 @@ def test_top_as_a_table(place: Path, columns: int) -> None:
     assert max(map(len, table.splitlines())) <= columns
 
 
+def test_a_side_without_examples_is_not_an_empty_table() -> None:
+    console = Console(width=80, file=io.StringIO())
+    ranking = jostle.Scores(values=np.array([[-0.5], [-0.25]]), method="bif", normalized=True).top(0, 5)
+    print_ranking(console, ranking, [{"text": "one"}, {"text": "two"}], [{"text": "three"}])
+    shown = console.file.getvalue()
+    assert "most harmful: none" in shown
+    assert shown.count("correlation   text") == 1
+
+
 def test_show_colours_the_training_text(place: Path) -> None:
     run = jostle.load(place / "run")
     result = jostle_command("show", place / "run", "-q", 1, "--train", 3)
     assert "<s>the capital of France is Paris" in result.stdout
     correlations = run.token_influence(3, 1, whole_query=True, normalize=True).posterior_correlation[:, 0]
     strongest = np.abs(correlations).argmax()
-    assert f"({correlations[strongest]:+.2f})" in result.stdout.split("strongest:")[1]
+    first = result.stdout.split("strongest:\n")[1].splitlines()[0]
+    token = run.examples("train")[3]["tokens"][run.traces.columns("train").positions_of(3)[strongest]]
+    assert first.startswith(f"{correlations[strongest]:+.2f}  ")
+    assert f"[{token}]" in first
+    assert first.replace("[", "").replace("]", "").endswith("the capital of France is Paris"[-20:])
     position = run.traces.columns("query").positions_of(1)[-1]
     one = jostle_command("show", place / "run", "-q", 1, "--train", 3, "--token", position)
     last = run.token_influence(3, 1, normalize=True).posterior_correlation[:, -1]
-    assert f"({last[np.abs(last).argmax()]:+.2f})" in one.stdout.split("strongest:")[1]
+    assert one.stdout.split("strongest:\n")[1].startswith(f"{last[np.abs(last).argmax()]:+.2f}  ")
+
+
+def test_strongest_tokens_are_shown_among_their_neighbours() -> None:
+    tokens = ["<s>", "One", " two", ".", "\n", "Three", " four", ".", " Five", " six", " seven", "'s", "'"]
+    console = Console(width=80, file=io.StringIO())
+    print_strongest(console, {"tokens": tokens}, {3: -0.5, 4: 0.25, 7: 0.75, 9: 0.004}, 4)
+    assert console.file.getvalue().splitlines() == [
+        "strongest:",
+        "+0.75   <s>One two.\\nThree four[.] Five six seven's'",
+        "-0.50                <s>One two[.]\\nThree four. Five six s",
+        "+0.25               <s>One two.[\\n]Three four. Five six sev",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "csv", "parquet"])

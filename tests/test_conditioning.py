@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,16 @@ from typer.testing import CliRunner
 
 import jostle
 from jostle.cli import app
-from jostle.conditioning import LEAST_SUPPORT, LITTLE_SUPPORT, MOST_MOVES, Conditioned, Moves, jackknife_error, supports
+from jostle.conditioning import (
+    CHOICES,
+    LEAST_SUPPORT,
+    LITTLE_SUPPORT,
+    MOST_MOVES,
+    Conditioned,
+    Moves,
+    jackknife_error,
+    supports,
+)
 from jostle.errors import EstimateWarning
 from jostle.estimate import covariance
 from jostle.evaluate import Bank, lds, random_subsets
@@ -189,12 +199,61 @@ def test_support_is_the_agreement_of_halves() -> None:
     assert known is not None
     assert with_it == pytest.approx(known, rel=1e-6)
     assert supports(train[:1, :19], query[:1, :19], np.arange(1), kappas) is None
+    # Nor is there anything to hold in a half in which nothing moved, by fewer examples than draws or by more.
+    for examples in (60, 20):
+        stands = np.concatenate([train[:1], np.repeat(train[1:2, :1], 40, 1)])[:, :, :examples]
+        assert supports(stands, query[:2], np.arange(2), kappas) is None
     # Of two training examples halves agree altogether, or disagree so.
     for seed in range(10):
         few = np.random.default_rng(seed).normal(size=(2, 20, 2))
         found = supports(few, few, np.arange(2), kappas)
         assert found is not None
         assert all(np.isfinite(value) and value >= 0 for value in found.values())
+
+
+class Counted:
+    """A trace that counts how often its numbers are read."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.shape, self.dtype, self.read = values, values.shape, values.dtype, 0
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found = self.values[index]
+        self.read += found.size
+        return found
+
+
+@pytest.mark.parametrize("examples", [60, 200], ids=["more draws than examples", "fewer"])
+def test_support_reads_the_losses_once_where_their_moves_are_known(examples: int) -> None:
+    generator = np.random.default_rng(0)
+    weights = generator.normal(size=(4, 40, 9))
+    train, query = (weights @ generator.normal(size=(9, count)) for count in (examples, 10))
+    counted, chains = Counted(train), np.array([0, 3])
+    moves = Moves(counted, chains)
+    before, counted.read = counted.read, 0
+    found = supports(counted, query, chains, (10.0,), moves=moves)
+    assert counted.read == before
+    assert found == pytest.approx({10.0: support_by_hand(train[chains], query[chains], 10.0)}, rel=1e-6)
+    half = torch.arange(80) < 40
+    directions, sizes = moves.among(half)
+    Z = train[0] - train[0].mean(0)
+    np.testing.assert_allclose((directions * sizes) @ directions.T, Z @ Z.T, atol=1e-9 * sizes[-1])
+
+
+def test_diagnostics_say_what_the_draws_support(tmp_path: Path) -> None:
+    run = sampled(*two_kinds_of_directions(30), 2.0, 20, tmp_path / "run")
+    traces = [np.asarray(run.traces.losses(name)[:, :, :], np.float64) for name in ("train", "query")]
+    found = run.diagnostics()
+    assert found["kappa_support"] == pytest.approx(
+        {f"{kappa:g}": support_by_hand(*traces, kappa) for kappa in CHOICES}, rel=1e-3
+    )
+    assert found["kappa"] == run.influence(kappa="auto").provenance["kappa"]
+    shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["diagnose", str(run.directory)])
+    each = ", ".join(f"{kappa}: {value:.2f}" for kappa, value in found["kappa_support"].items())
+    assert f"{each}; --kappa auto reads at {found['kappa']:g}" in shown.stdout
+    few = sampled(*two_kinds_of_directions(30), 2.0, 4, tmp_path / "few")
+    assert few.diagnostics()["kappa_support"] is None
+    assert "support of κ" not in CliRunner().invoke(app, ["diagnose", str(few.directory)]).stdout
 
 
 def test_auto_is_what_the_draws_support(tmp_path: Path) -> None:
@@ -241,6 +300,17 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert listed[0]["score"] == pytest.approx(scores.values[:, 1].min(), rel=1e-5)
     CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / "a.npy"), "--kappa", "10"])
     np.testing.assert_allclose(np.load(tmp_path / "a.npy"), scores.values, rtol=1e-6)
+    for kappa, name in ((10, "a.csv"), (0, "b.csv"), (10, "a.parquet")):
+        CliRunner().invoke(app, ["export", str(run.directory), str(tmp_path / name), "--kappa", str(kappa)])
+        file = tmp_path / name
+        frame = pandas.read_csv(file) if file.suffix == ".csv" else pandas.read_parquet(file)
+        assert [*frame.columns] == ["train", "query", "score", "kappa"]
+        assert (frame["kappa"] == kappa).all()
+        assert len(frame) == scores.values.size
+    assert repr(scores) == "Scores(bif −correlation at κ = 10, 8 train × 3 query, negative = helps)"
+    assert repr(run.influence()) == "Scores(bif influence, 8 train × 3 query, negative = helps)"
+    chosen = run.influence(kappa="auto")
+    assert f"influence at κ = {chosen.provenance['kappa']:g}, 8 train" in repr(chosen)
     bank = Bank.create(
         tmp_path / "bank", random_subsets(8, 6), queries=3, fingerprints=run.manifest["fingerprints"], dtype="float32"
     )

@@ -21,6 +21,7 @@ from jostle.cli import app
 from jostle.diagnose import Sample, plots
 from jostle.errors import ChainFailedWarning
 from jostle.posterior import Potential
+from jostle.presets import RISE
 from jostle.traces.store import Columns, Traces
 from reference import LinearGaussian
 from test_traces import language_run
@@ -123,6 +124,29 @@ def test_good_runs_that_hardly_moved_are_hinted_at() -> None:
         if hinted:
             assert f"the mean loss is {found['rise']:+.1g} nats from its value at w*" in found["verdict"]["hint"]
             assert "jostle run --auto" in found["verdict"]["hint"]
+
+
+@pytest.mark.usefixtures("fewer_series")
+def test_good_runs_that_went_far_are_hinted_at() -> None:
+    """The same run, with losses that move more: what is usual is said, and about where it would be."""
+    usual = sample_of(simulate(1 / LARGEST, chains=CHAINS, **GOOD))
+    rise, center = float(usual.mean_loss.mean()) - usual.center_loss, 9.0
+    known = config(1 / LARGEST)
+    for far, hinted in ((1.98, False), (2.02, True), (2.8, True), (4.6, False)):
+        losses = center + far / rise * (usual.train - usual.center_loss)
+        sample = dataclasses.replace(sample_of(losses), center_loss=center)
+        found = diagnose.diagnose(known, MANIFEST | {"scale": None}, sample)
+        hint = found["verdict"]["hint"]
+        assert found["rise"] == pytest.approx(far)
+        assert (found["verdict"]["level"] == "good") == (far < 4.5)  # half of the loss: a verdict, and no hint
+        assert (hint is not None) == hinted
+        if hint is not None:
+            assert f"the mean loss is {far:+.2g} nats from its value at w*" in hint
+            nearer = float(hint.rpartition("--localization ")[2].rstrip(")"))
+            assert nearer == pytest.approx(PROBLEM.localization * far / RISE, rel=0.1)
+    control = known | {"sampler": {"name": "Gaussian"}}
+    found = diagnose.diagnose(control, MANIFEST | {"scale": None}, sample)
+    assert found["verdict"]["reasons"][0]["advice"] == "raise --localization"  # it has no step to lower
 
 
 @pytest.mark.usefixtures("fewer_series")

@@ -103,7 +103,7 @@ def test_the_gaussian_control_is_exact() -> None:
     problem = LinearGaussian.random(samples=24, weights=3, n_beta=0, localization=30)
     run = jostle.attribute(
         problem.model(), problem.data, problem.data, loss=jostle.losses.regression(noise_variance=0.25),
-        observables={"weights": flat_weights}, sampler=jostle.Gaussian(), chains=16, draws=1000, burn_in=1, thin=1,
+        observables={"weights": flat_weights}, sampler=jostle.Gaussian(), chains=16, draws=1000,
         posterior=jostle.Posterior(n_beta=0, localization=30, prior_precision=10), progress=False,
     )  # fmt: skip
     expected = np.eye(3) / 40
@@ -114,8 +114,25 @@ def test_the_gaussian_control_is_exact() -> None:
     assert (np.abs(drawn.mean((0, 1)) - 0.75 * problem.center) * np.sqrt(16_000 * 40)).max() < 4
     successive = np.mean((drawn - drawn.mean((0, 1)))[:, 1:] * (drawn - drawn.mean((0, 1)))[:, :-1], axis=(0, 1)) * 40
     assert np.abs(successive).max() < 4 / np.sqrt(16_000)
+    assert (run.config["burn_in"], run.config["thin"]) == (1, 1)  # neither w* itself, nor steps between
     there = LinearGaussian(problem.X, problem.y, 0.25, 0.75 * problem.center, 0, 30)
     assert np.abs(z_scores(run.influence(standard_error=True), there.loss_covariance(expected))).max() < 4
+
+
+def test_the_control_needs_nothing_but_its_name() -> None:
+    problem = LinearGaussian.random(samples=10, weights=3, n_beta=0, localization=30)
+    about: Any = {"loss": jostle.losses.regression(), "chains": 2, "draws": 3, "progress": False}
+    named, given = (
+        jostle.attribute(problem.model(), problem.data, problem.data, **about, **settings)
+        for settings in (
+            {"sampler": jostle.Gaussian()},
+            {"sampler": jostle.Gaussian(), "posterior": jostle.Posterior(n_beta=0, localization=1e4), "burn_in": 1, "thin": 1},
+        )
+    )  # fmt: skip
+    assert named.config == given.config
+    np.testing.assert_array_equal(named.traces.losses("train")[:], given.traces.losses("train")[:])
+    other = jostle.attribute(problem.model(), problem.data, problem.data, **about, sampler=jostle.SGLD(step_size=1e-5))
+    assert (other.config["burn_in"], other.config["thin"], other.config["posterior"]["n_beta"]) == (0, 10, 200)
 
 
 def minibatches(problem: LinearGaussian, batch_size: int, *, controlled: bool = False) -> Minibatches:

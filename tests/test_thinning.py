@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import jostle
-from jostle.chains import thinning
+from jostle.chains import progress, thinning
 from jostle.chains.chain import Dynamics
 from jostle.errors import SamplerWarning
 from reference import LinearGaussian
@@ -112,6 +112,17 @@ def test_a_run_with_costly_observations_is_thinned_until_draws_are_independent(
     assert costly.config["thin"] == found["thin"] > found["autocorrelation_time"]
     slow_observation(monkeypatch, 0.01)
     assert run().config["thin"] < found["thin"] / 3
+
+
+def test_the_pilot_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a log, a line a minute: here, every line, up to the last step that it takes."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    found = run(progress=True).manifest["thinning"]
+    said = [line.partition("between draws, step ")[2] for line in capsys.readouterr().err.splitlines()]
+    steps = [tuple(int(number.replace(",", "")) for number in text.split(" of ")) for text in said if text]
+    assert [step for step, _ in steps] == [*range(1, 20 + found["pilot_steps"] + 1)]  # the burn-in, and then the pilot
+    assert steps[0][1] == 20 + thinning.FEWEST_STEPS
+    assert steps[-1][0] == steps[-1][1]
 
 
 def test_the_choice_is_kept_by_resuming_and_by_repeating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

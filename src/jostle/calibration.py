@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import numbers
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,11 @@ from scipy.linalg import eigh_tridiagonal
 from torch import Tensor, nn
 
 from jostle import ranks
+from jostle._version import __version__
 from jostle.chains import randomness
-from jostle.config import Precision, require_whole
-from jostle.data.datasets import Collate, Data
+from jostle.chains.progress import telling
+from jostle.config import Precision, describe, require_whole
+from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -42,6 +46,7 @@ from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.posterior import Posterior
 from jostle.presets import KAPPA, RISE
+from jostle.runs.layout import writing
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
     BAOAB,
@@ -53,6 +58,7 @@ from jostle.samplers import (
     Sampler,
 )
 from jostle.samplers.protocol import require_positive
+from jostle.traces.tensor_files import replace_file
 
 PROBED_EXAMPLES = 256
 """Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""
@@ -148,14 +154,59 @@ class Calibration:
         }
 
 
-class Probe:
-    """The mean loss over a part of the data, and its gradient, as functions of the moving weights."""
+class Measured:
+    """What has been measured so far, kept in a file: a calibration that was interrupted does not begin again.
 
-    def __init__(self, model: FunctionalModel, loss: Loss, data: Data, batch_size: int, most: int) -> None:
+    A file about something else is written over.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self._path, self._about = path, dict(about)
+        try:
+            there = json.loads(path.read_text())
+            self._known: dict[str, Any] = there["measured"] if there["about"] == self._about else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            self._known = {}
+
+    def __call__(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what was measured under this name, or measure it."""
+        if name not in self._known:
+            self._known[name] = measure()
+            with writing(self._path.parent, lock=False):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, json.dumps({"about": self._about, "measured": self._known}, indent=1))
+        return self._known[name]
+
+
+class Probe:
+    """The mean loss over a part of the data, and its gradient, as functions of the moving weights.
+
+    Attributes:
+        examples: how many they are.
+        doing: what it is asked for, in words, for whoever waits.
+    """
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        loss: Loss,
+        data: Data,
+        batch_size: int,
+        most: int,
+        tell: Callable[[str], None] = lambda what: None,
+    ) -> None:
         chosen = np.asarray(data.spread(most))
-        self.model, self.examples = model, len(chosen)
-        self._loss, self._data = loss, data
+        self.model, self.examples, self.doing = model, len(chosen), "the mean loss at w*"
+        self.measured: Callable[[str, Callable[[], Any]], Any] = lambda name, measure: measure()
+        self._loss, self._data, self._tell, self._passes = loss, data, tell, 0
         self._batches = np.array_split(chosen, math.ceil(len(chosen) / batch_size))
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """The batches of one pass."""
+        self._passes += 1
+        for chosen in self._batches:
+            self._tell(f"{self.doing}, pass {self._passes:,}")
+            yield chosen
 
     @cached_property
     def at_center(self) -> float:
@@ -166,7 +217,7 @@ class Probe:
     def mean_loss(self, weights: Float[Tensor, " weight"]) -> float:
         """L̄(w)."""
         total = 0.0
-        for chosen in self._batches:
+        for chosen in self._parts():
             batch = self._data.batch(chosen)
             losses = self.model.evaluate(self._loss, weights[None], batch)[0]
             total += sample_means(losses, self._loss, batch).double().sum().item()
@@ -175,7 +226,7 @@ class Probe:
     def gradient(self, weights: Float[Tensor, " weight"]) -> Float[Tensor, " weight"]:
         """∇L̄(w)."""
         total = torch.zeros_like(weights)
-        for chosen in self._batches:
+        for chosen in self._parts():
             part = self.model.mean_loss_gradient(self._loss, weights[None], self._data, [chosen])[0]
             total += len(chosen) / self.examples * part
         return total
@@ -206,6 +257,7 @@ def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: 
     Reference: Lanczos, *An iteration method for the solution of the eigenvalue problem*, 1950; without
     reorthogonalization, which the end of a spectrum does not need.
     """
+    probe.doing = asked = "seeking the largest curvature"
     direction = _noise(probe.model, seed, 0)
     distance = 1e-3 * (weights.norm().item() or math.sqrt(len(weights)))
     for _ in range(3):
@@ -225,6 +277,7 @@ def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: 
         beta = image.norm().item()
         values, vectors = eigh_tridiagonal(np.array(alphas), np.array(betas))
         largest, residual = float(values[-1]), beta * abs(float(vectors[-1, -1]))
+        probe.doing = f"{asked}: {largest:.3g} so far"
         scale = max(abs(values[0]), abs(values[-1]))
         done = residual <= CURVATURE_TOLERANCE * largest or beta <= 1e-5 * scale
         if done or len(alphas) in (MOST_LANCZOS, len(weights)):
@@ -232,6 +285,14 @@ def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: 
         distance = math.sqrt(2 * NUDGE / scale)
         betas.append(beta)
         before, direction = direction, image / beta
+
+
+def _kept_curvature(probe: Probe, where: str, weights: Float[Tensor, " weight"], seed: int) -> Curvature:
+    """Measured now or before."""
+    found = probe.measured(
+        f"curvature {where}", lambda: dataclasses.asdict(largest_curvature(probe, weights, seed=seed))
+    )
+    return Curvature(**found)
 
 
 def _noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " weight"]:
@@ -273,9 +334,11 @@ def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, 
     """The standard deviation of perturbations that raise the mean loss so far, from a first guess of it."""
     tried: dict[float, np.ndarray] = {}
     (lower, low), (upper, high) = (0.0, 0.0), (math.inf, math.inf)
+    probe.doing = asked = f"seeking a rise of {rise:g}"
     while len(tried) < MOST_TRIALS and lower < upper / (1 + 1e-4):
-        rises = tried[scale] = measured_rises(probe, scale**-2, seed=seed, count=count)
+        rises = tried[scale] = _kept_rises(probe, scale**-2, seed, count)
         mean = float(rises.mean()) if np.isfinite(rises).all() else math.inf
+        probe.doing = f"{asked}: {mean:.3g} at localization {scale**-2:.3g}"
         if abs(mean / rise - 1) <= RISE_TOLERANCE:
             break
         if mean < rise:
@@ -298,6 +361,12 @@ def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, 
             scale *= min(10.0, max(0.1, math.sqrt(rise / max(mean, 1e-30))))
     best = min(tried, key=lambda one: abs(_finite(tried[one].mean()) - rise))
     return best, tried[best]
+
+
+def _kept_rises(probe: Probe, localization: float, seed: int, count: int) -> np.ndarray:
+    """Measured now or before."""
+    name = f"rises at localization {localization!r}, {count} perturbations"
+    return np.array(probe.measured(name, lambda: measured_rises(probe, localization, seed=seed, count=count).tolist()))
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -369,6 +438,8 @@ def calibrate(
     collate: Collate | None = None,
     seed: int = 0,
     pilot: bool = True,
+    keep: str | Path | None = None,
+    progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Choose the posterior, the step size, the burn-in and the thinning for a model, with a reason for each.
@@ -396,6 +467,8 @@ def calibrate(
         collate: makes a batch of a list of samples.
         seed: of perturbations, and of the pilot.
         pilot: whether to try the settings.
+        keep: a file (JSON) for what is measured: the same call, after an interruption, goes on with what is in it.
+        progress: show what is being done where stderr is a terminal or a notebook, and a line a minute elsewhere.
         say: is told each choice as it is made.
 
     Raises:
@@ -417,30 +490,42 @@ def calibrate(
 
     measured_on = _in_float32(model)
     moving = MovingWeights(measured_on, weights)
-    with eval_mode(measured_on), InPlace(measured_on, moving) as in_place:
+    with eval_mode(measured_on), InPlace(measured_on, moving) as in_place, telling(progress) as tell:
         device = next(measured_on.parameters()).device
         name, source = ("train", train) if sampling_data is None else ("sampling_data", sampling_data)
         data = Data(source, name, collate=collate, device=device)
-        probe = Probe(in_place, potential_loss or loss, data, batch_size, PROBED_EXAMPLES)
+        probe = Probe(in_place, potential_loss or loss, data, batch_size, PROBED_EXAMPLES, tell)
         if not math.isfinite(probe.at_center):
             raise InputError(
                 f"loss at w* on {name}", got=probe.at_center, expected="finite losses at the checkpoint itself"
             )
+        if keep is not None:
+            sets = {"train": train, "query": query, "sampling data": sampling_data}
+            about = {"jostle": __version__, "weights": fingerprint_tensors(dict(model.state_dict()))}
+            about |= {
+                name: Data(source, name, collate=collate, device=device).fingerprint()
+                for name, source in sets.items()
+                if source is not None
+            }
+            # Functions have no fingerprint; their values at w* stand for one.
+            about |= {"losses": [describe(loss), describe(potential_loss)], "mean loss at w*": probe.at_center}
+            about |= {"moving": list(moving.names), "batch size": batch_size, "seed": seed}
+            probe.measured = Measured(Path(keep), about)
         if localization is None:
             localization, rises = localization_for(probe, rise, seed=seed)
             reason = f"Gaussian perturbations of this precision raise the mean loss of {probe.at_center:.3g} by"
         else:
+            probe.doing = f"the rise at localization {localization:.3g}"
             rises, reason = (
-                measured_rises(probe, localization, seed=seed, count=PERTURBATIONS[1]),
+                _kept_rises(probe, localization, seed, PERTURBATIONS[1]),
                 "given; it raises the mean loss by",
             )
         found = float(rises.mean())
         error = standard_error(rises)
         note("localization", localization, f"{reason} {found:.3g} ± {error:.1g} nats ({probe.examples} examples)")
-        curvature = largest_curvature(probe, moving.center, seed=seed)
-        nearby = largest_curvature(
-            probe, moving.center + _noise(in_place, seed, 1) / math.sqrt(localization), seed=seed
-        ).largest
+        curvature = _kept_curvature(probe, "at w*", moving.center, seed)
+        jolted = moving.center + _noise(in_place, seed, 1) / math.sqrt(localization)
+        nearby = _kept_curvature(probe, f"at localization {localization!r}", jolted, seed).largest
         steepest = max(curvature.largest, nearby)
         note(
             "curvature",
@@ -467,12 +552,21 @@ def calibrate(
     if pilot:
         if query is None:
             query = train
+
+        def tried_out(sampler: Sampler) -> dict[str, Any]:
+            def measure() -> dict[str, Any]:
+                return _pilot(
+                    model, train, query, sampling_data=sampling_data, loss=loss, potential_loss=potential_loss,
+                    collate=collate, posterior=posterior, sampler=sampler, batch_size=batch_size, seed=seed,
+                    control_variates=control_variates, precision=precision, expected_rise=found, progress=progress,
+                )  # fmt: skip
+
+            about = {"n_beta": n_beta, "localization": localization, "rise": found}
+            return probe.measured(f"pilot of {sampler}, {about}, {control_variates=}, {precision=}", measure)
+
         while True:
-            tried = _pilot(
-                model, train, query, sampling_data=sampling_data, loss=loss, potential_loss=potential_loss,
-                collate=collate, posterior=posterior, sampler=sampler, batch_size=batch_size, seed=seed,
-                control_variates=control_variates, precision=precision, expected_rise=found,
-            )  # fmt: skip
+            say(f"a pilot of {PILOT_CHAINS} chains and {PILOT_DRAWS} draws")
+            tried = tried_out(sampler)
             if tried["fault"] is None:
                 break
             if halvings == MOST_HALVINGS or isinstance(sampler, Gaussian):
@@ -561,12 +655,12 @@ def _pilot(
         try:
             run = attribute(
                 model, sets[0], sets[1], posterior=posterior, sampler=sampler, chains=PILOT_CHAINS, draws=PILOT_DRAWS,
-                burn_in=burn_in, thin=thin, collate=collate, progress=False, compile=False, **settings,
+                burn_in=burn_in, thin=thin, collate=collate, compile=False, **settings,
             )  # fmt: skip
         except ChainsFailedError:
             fault = "every chain left the finite numbers"
         else:
-            found = run.diagnostics()
+            found = run.diagnostics(support=False)
             rise = found["rise"]
             if run.failed_chains:
                 fault = f"chain {run.failed_chains[0]} left the finite numbers"

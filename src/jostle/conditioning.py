@@ -25,7 +25,8 @@ Reference: Bishop, Etherton and Majumdar, *Adaptive sampling with the ensemble t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -106,23 +107,50 @@ class Moves:
                 kept.append(flat)
             else:
                 gram.addmm_(flat, flat.T)
-        if gram is None:
-            losses = torch.cat(kept, 1)
-            sizes, mixtures = torch.linalg.eigh(losses.T @ losses)
-            directions = losses @ mixtures / sizes.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
-        else:
-            sizes, directions = torch.linalg.eigh(gram)
-        real = sizes > sizes[-1] * 1e-12  # the others are rounding, and nothing moves in them
-        if not real.any():
+        self._squared = gram is not None
+        self._values = torch.cat(kept, 1) if gram is None else gram
+        """ZZᵀ, or Z where there are fewer examples than draws."""
+        self._total = float(gram.trace() if gram is not None else self._values.square().sum())
+        if not self._total:
             raise InputError("kappa", got="training losses that never moved", expected="losses that can be held")
-        self.directions: Float[Tensor, "draws move"] = directions[:, real]
-        self.sizes: Float[Tensor, " move"] = sizes[real]
         self.between_chain_share = float(np.concatenate(shares).mean())
+
+    @cached_property
+    def _found(self) -> tuple[Tensor, Tensor]:
+        return _directions(self._values, 0.0, squared=self._squared)
+
+    @property
+    def directions(self) -> Float[Tensor, "draws move"]:
+        """The eigenvectors."""
+        return self._found[0]
+
+    @property
+    def sizes(self) -> Float[Tensor, " move"]:
+        """The eigenvalues, the largest last."""
+        return self._found[1]
+
+    def among(self, rows: Tensor) -> tuple[Float[Tensor, "row move"], Float[Tensor, " move"]]:
+        """Eigenvectors and eigenvalues of some of the draws, around their own mean: nothing is read for them again."""
+        values = self._values[rows]
+        if self._squared:
+            values = values[:, rows] - values[:, rows].mean(1, keepdim=True)
+        return _directions(values - values.mean(0), self._total, squared=self._squared)
 
     def centered(self, values: Float[np.ndarray, "chain draw column"]) -> Float[Tensor, "draws column"]:
         """Return losses of all chains as the moves see them."""
         kept = torch.from_numpy(np.ascontiguousarray(values[self._chains]))
         return around_mean(kept, self._centering)[0].flatten(0, 1).double()
+
+
+def _directions(values: Tensor, total: float, *, squared: bool) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues of ZZᵀ, given it or Z; not those that are rounding, of them or of a ``total``."""
+    if squared or values.shape[1] >= len(values):
+        sizes, directions = torch.linalg.eigh(values if squared else values @ values.T)
+    else:
+        sizes, mixtures = torch.linalg.eigh(values.T @ values)
+        directions = values @ mixtures / sizes.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    real = sizes > max(float(sizes[-1]), total) * 1e-12
+    return directions[:, real], sizes[real]
 
 
 class Conditioned:
@@ -162,42 +190,58 @@ class LeftOut:
 
 
 def supports(
-    train: Trace, other: Trace, chains: np.ndarray, kappas: Sequence[float], *, together: int = 1
+    train: Trace,
+    other: Trace,
+    chains: np.ndarray,
+    kappas: Sequence[float],
+    *,
+    together: int = 1,
+    moves: Moves | None = None,
 ) -> dict[float, float] | None:
     """What the draws support: at every κ, √reliability of the scores over √reliability of what was sampled.
 
     With r the correlation, over training examples (the mean over queries), of scores from one half of the chains with
     those from the other (of the draws, where there is one chain), 2r/(1 + r) is the reliability of the scores from all
     draws, and its root is what noise leaves of their correlation with anything else, such as retraining. None where
-    there are too few draws to tell. ``together`` chains side by side depend on each other.
+    there are too few draws to tell. ``together`` chains side by side depend on each other. ``moves`` are those of all
+    these chains, where they are known.
 
     Reference: Spearman, *Correlation calculated from faulty data*, and Brown, *Some experimental results in the
     correlation of mental abilities*, both 1910.
     """
-    count, draws, every = len(chains), train.shape[1], slice(None)
+    count, draws = len(chains), train.shape[1]
+    halves = torch.zeros(2, count, draws, dtype=torch.bool)
     if count >= 2 * together:
         half = count // together // 2 * together
-        left_out = [(slice(half, None), every), (slice(count - half), every)]
-        size = half * draws
+        halves[0, :half] = halves[1, count - half :] = True
     else:
         half = draws // 2
-        left_out = [(every, slice(half, None)), (every, slice(draws - half))]
-        size = count * half
-    if size < FEWEST_IN_A_HALF:
+        halves[0, :, :half] = halves[1, :, draws - half :] = True
+    if halves[0].sum() < FEWEST_IN_A_HALF:
         return None
-    probed = [_some_columns(trace, chains) for trace in (train, other)]
+    try:
+        moves = moves or Moves(train, chains)
+    except InputError:  # nothing moved, or there are too many draws to hold
+        return None
+    probed = [torch.from_numpy(_some_columns(trace, chains)).flatten(0, 1).double() for trace in (train, other)]
     kept: dict[float, list[np.ndarray]] = {}
-    for part in left_out:
-        try:
-            moves = Moves(LeftOut(train, chains, part), np.arange(1))
-        except InputError:  # in one half nothing moved, or there are too many draws to hold
+    for rows in halves.flatten(1):
+        directions, sizes = moves.among(rows)
+        if not len(sizes):
             return None
-        sides = [LeftOut(trace, np.arange(count), part) for trace in probed]
+        sides = [side[rows] - side[rows].mean(0) for side in probed]
+        plain, along = sides[0].T @ sides[1], [directions.T @ side for side in sides]
         for kappa in {0.0, *kappas}:
-            values = covariance(*(Conditioned(side, moves, kappa) for side in sides)).values.astype(np.float64)
+            held = kappa * sizes / (sizes[-1] + kappa * sizes)
+            values = (plain - along[0].T @ (held[:, None] * along[1])).numpy()
             kept.setdefault(kappa, []).append(values - values.mean(0))
     roots = {kappa: _root_of_reliability(*scores) for kappa, scores in kept.items()}
     return {kappa: roots[kappa] / roots[0.0] if roots[0.0] else 0.0 for kappa in kappas}
+
+
+def most_supported(found: Mapping[float, float] | None) -> float:
+    """The largest κ of `CHOICES` that draws support, or 0."""
+    return next((kappa for kappa in CHOICES if found and found[kappa] >= LEAST_SUPPORT), 0.0)
 
 
 def _root_of_reliability(first: Float[np.ndarray, "train query"], second: Float[np.ndarray, "train query"]) -> float:

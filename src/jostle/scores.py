@@ -85,7 +85,10 @@ class Scores:
     def __repr__(self) -> str:
         kind = "−correlation" if self.normalized else "influence"
         rows, columns = self.values.shape
-        return f"Scores({self.method} {kind}, {rows} train × {columns} query, negative = helps)"
+        kappa = self.provenance.get("kappa")
+        # As sampled is not worth a word, unless somebody asked for what the draws support.
+        read = f" at κ = {kappa:g}" if kappa or "kappa_chosen" in self.provenance else ""
+        return f"Scores({self.method} {kind}{read}, {rows} train × {columns} query, negative = helps)"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,7 +151,11 @@ class Scores:
         safetensors.numpy.save_file(tensors, path, metadata={"jostle.scores": json.dumps(about)})
 
     def export(self, path: str | Path) -> None:
-        """Write the matrix in the format that the name ends in: npy, safetensors, csv or parquet (a row a pair)."""
+        """Write the matrix in the format that the name ends in: npy, safetensors, csv or parquet.
+
+        The last two have a row a pair: ``train``, ``query``, ``score``, its ``standard_error`` where there is one, and
+        in every row the ``kappa`` that the scores of a run are read at.
+        """
         path = Path(path)
         match path.suffix:
             case ".npy":
@@ -162,6 +169,8 @@ class Scores:
                 columns = {"train": train.ravel(), "query": query.ravel(), "score": self.values.ravel()}
                 if self.standard_error is not None:
                     columns["standard_error"] = self.standard_error.ravel()
+                if "kappa" in self.provenance:
+                    columns["kappa"] = np.full(self.values.size, self.provenance["kappa"])
                 frame = pandas.DataFrame(columns)
                 if path.suffix == ".csv":
                     frame.to_csv(path, index=False)

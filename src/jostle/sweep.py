@@ -118,7 +118,7 @@ def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, bank: 
         run = Run(directory)
     except _RefusedError as error:
         return Cell(settings, str(directory), str(error))
-    found = run.diagnostics()
+    found = run.diagnostics(support=False)
     healthy = run.healthy_chains
     sample = read_sample(run.traces, healthy, mirrored=run.antithetic)
     every = math.ceil(sample.mean_loss.shape[1] / SHOWN_DRAWS)

@@ -218,6 +218,7 @@ def calibrated(
     *,
     rise: float | None = None,
     kappa: float | None = None,
+    keep: Path | None = None,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
@@ -243,6 +244,7 @@ def calibrated(
         **{name: request[name] for name in ("batch_size", "seed")},
         **{name: request[name] for name in ("control_variates", "precision") if name in request},
         **options,
+        keep=keep,
         say=say,
     )
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""How far the chains have come: a bar on a terminal, a line a minute in a log."""
+"""How far the chains have come, or what else is being done: a bar on a terminal, a line a minute in a log."""
 
 from __future__ import annotations
 
@@ -20,6 +20,36 @@ class Progress:
 
     steps_done: int
     mean_loss: float | None
+
+
+@contextlib.contextmanager
+def telling(show: bool) -> Iterator[Callable[[str], None]]:
+    """What is being done now, where nobody knows how long it takes: a line that changes; in a log, one a minute."""
+    if not show:
+        yield lambda what: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        last = time.monotonic()
+
+        def tell(what: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                print(f"jostle: {what}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    columns = (TimeElapsedColumn(), TextColumn("gone"), TextColumn("{task.description}", markup=False))
+    # What a program reads from stdout does not go through here.
+    with RichProgress(*columns, console=console, transient=True, redirect_stdout=False) as line:
+        task = line.add_task("")
+        yield lambda what: line.update(task, description=what)
 
 
 @contextlib.contextmanager

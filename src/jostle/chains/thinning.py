@@ -65,6 +65,7 @@ def choose_thin(
     *,
     at_once: int,
     interrupted: Callable[[], bool] = lambda: False,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Thinning:
     """Run a pilot and choose from what it shows.
 
@@ -73,17 +74,22 @@ def choose_thin(
         probes: observers of a few examples.
         at_once: how many chains run side by side.
         interrupted: asked between steps.
+        tell: is told of every step.
 
     Raises:
         KeyboardInterrupt: when ``interrupted()``.
     """
     config = dynamics.config
     group = dynamics.start(list(range(at_once)))
+    seen: list[dict[str, np.ndarray]] = []
+    wanted = FEWEST_STEPS
 
     def walk(steps: int) -> None:
         for _ in range(steps):
             if dynamics.model.crew.any(interrupted()):
                 raise KeyboardInterrupt
+            last = max(config.burn_in, group.step - len(seen)) + wanted
+            tell(f"a pilot for the steps between draws, step {group.step + 1:,} of {last:,}")
             dynamics.advance(group)
 
     def look() -> dict[str, np.ndarray]:
@@ -99,8 +105,6 @@ def choose_thin(
     # The run's observations, by all groups of chains, one after another.
     planned = -(-config.chains // at_once) * config.draws * observation
     most = int(np.clip(PILOT_SHARE * planned / (step + glance), FEWEST_STEPS, MOST_STEPS))
-    seen: list[dict[str, np.ndarray]] = []
-    wanted = FEWEST_STEPS
     while True:
         while len(seen) < wanted:
             walk(1)

@@ -34,6 +34,7 @@ def calibrate(
     The localization from how far the mean loss is to rise, n_beta from the
     largest curvature, a step size that is stable for both, and a short pilot.
     Flags that are given are kept. [bold]jostle run OUT --config YAML[/] samples with the result.
+    The same command, given again after an interruption, does not measure again what was measured.
     """
     import yaml
     from rich.console import Console
@@ -46,10 +47,13 @@ def calibrate(
     elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
     given = only_given(flags)
     request = requests.resolve(given, **elsewhere)
-    request, chosen, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=say)
+    # Until it is there, for whoever is interrupted.
+    measured = file.with_suffix(".measured.json")
+    request, chosen, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, keep=measured, say=say)
     settings = requests.to_config(request, loaded) | {"calibration": chosen.to_dict()}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    measured.unlink(missing_ok=True)
     print_calibration(Console(highlight=False), chosen.choices)
     typer.echo(f"{file}: jostle run OUT --config {file}")
 

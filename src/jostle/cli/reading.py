@@ -20,7 +20,7 @@ def _warn(run: Run) -> None:
     from jostle.diagnose import command
 
     if run.config["keep"] == "traces":
-        verdict = run.diagnostics()["verdict"]
+        verdict = run.diagnostics(support=False)["verdict"]
         if verdict["level"] == "unreliable":
             remedy = command(run.config, verdict, run.directory)
             say(f"warning: {verdict['summary']}" + (f": {remedy}" if remedy else ""))

@@ -173,6 +173,7 @@ def run(
     given = only_given({name: value for name, value in locals().items() if name not in _NOT_SETTINGS})
     from jostle import ranks
     from jostle.asking import requests
+    from jostle.runs.layout import CALIBRATION, place_for
 
     ranks.join()
     if not auto and (rise is not None or kappa is not None):
@@ -188,10 +189,12 @@ def run(
 
     def calibrated() -> dict[str, Any]:
         nonlocal loaded
-        chosen, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, say=say)
+        keep = None if dry_run else out / CALIBRATION
+        chosen, _, loaded = requests.calibrated(request, given, rise=rise, kappa=kappa, keep=keep, say=say)
         return chosen
 
     if auto and not begun:
+        place_for(out, traces)  # a place that cannot hold the run is refused before minutes are spent
         with ranks.Ranks() as group:
             request = group.share(calibrated)
     _carry_out(request, out, task=loaded, dry_run=dry_run)
@@ -303,7 +306,7 @@ def _carry_out(request: dict[str, Any], out: Path, *, task: Any = None, dry_run:
     from jostle.cli.terminal import print_summary
     from jostle.diagnose import command
 
-    found = finished.diagnostics()
+    found = finished.diagnostics(support=False)
     print_summary(Console(highlight=False), found, str(out), command(finished.config, found["verdict"], out))
     if finished.stopped:
         say(finished.stopped)

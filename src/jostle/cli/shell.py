@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -62,7 +64,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _log_as_lines():
             warnings.showwarning = _show_warning
             try:
                 return super().invoke(ctx)
@@ -78,6 +80,23 @@ class _Commands(TyperGroup):
                 raise _failure(str(error) or INTERRUPTED, ExitCode.INTERRUPTED) from error
 
 
+class _Lines(logging.Handler):
+    """What is logged, as the rest that a command says."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def _log_as_lines() -> Iterator[None]:
+    log, lines = logging.getLogger("jostle"), _Lines(logging.WARNING)
+    log.addHandler(lines)
+    try:
+        yield
+    finally:
+        log.removeHandler(lines)
+
+
 def _failure(message: str, code: ExitCode) -> typer.Exit:
     """Say on stderr what went wrong, once for all ranks of a run, and return the exit to raise."""
     prefix = sys.modules["jostle.ranks"].speaks() if "jostle.ranks" in sys.modules else ""
@@ -88,8 +107,9 @@ def _failure(message: str, code: ExitCode) -> typer.Exit:
 
 def say(message: str) -> None:
     """Say something on stderr, in one line."""
-    # Plain echo, not rich: a message may quote anything, and square brackets in it are not markup.
-    typer.echo(f"jostle: {' '.join(message.splitlines())}", err=True)
+    # Not by rich: a message may quote anything, and square brackets in it are not markup. Nor by typer, which would
+    # write into the line of a progress bar.
+    print(f"jostle: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
 
 
 def _show_warning(

@@ -19,6 +19,10 @@ HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
 """Blue and orange: a pair that a colour-blind reader can tell apart."""
 
 
+CONTEXT = 24
+"""How much of a text is shown before and after a token that is listed, in characters."""
+
+
 def print_ranking(
     console: Console, ranking: Ranking, train: Sequence[Mapping[str, Any]], query: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -29,6 +33,9 @@ def print_ranking(
         about += f": {excerpt(query[ranking.query], console.width - len(about) - 2)}"
     console.print(Text(about, style="bold"), soft_wrap=True)
     for title, entries in (("most helpful", ranking.helpful), ("most harmful", ranking.harmful)):
+        if not entries:
+            console.print(f"{title}: none")
+            continue
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         cells = [(str(entry.index), _value(entry, ranking)) for entry in entries]
         room = console.width - 8  # what the table's own padding takes
@@ -151,6 +158,9 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if both.get("spearman") is not None:
             top = f"{both['top_overlap']:.0%} of the top {found['agreement']['top']} in common"
             yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
+    if found.get("kappa_support"):
+        each = ", ".join(f"{kappa}: {value:.2f}" for kappa, value in found["kappa_support"].items())
+        yield "support of κ", f"{each}; --kappa auto reads at {found['kappa']:g}"
     for remark in found["remarks"]:
         yield "remark", remark
 
@@ -246,10 +256,20 @@ def print_tokens(
 def print_strongest(
     console: Console, example: Mapping[str, Any], correlations: Mapping[int, float], count: int
 ) -> None:
-    """List the tokens with the largest correlations, for terminals without colour and for numbers."""
-    order = sorted(correlations, key=lambda position: -abs(correlations[position]))[:count]
-    parts = [f"{example['tokens'][position].strip() or '·'} ({correlations[position]:+.2f})" for position in order]
-    console.print(Text("strongest: " + "  ".join(parts), style="dim"))
+    """List the tokens with the largest correlations among their neighbours: a dot or a space alone says nothing."""
+    shown = [position for position, value in correlations.items() if abs(value) >= 0.005]  # the others would be 0.00
+    order = sorted(shown, key=lambda position: -abs(correlations[position]))[:count]
+    tokens = example["tokens"]
+
+    def quoted(start: int, end: int) -> str:
+        return repr("".join(tokens[start:end]))[1:-1]  # line breaks as they are written
+
+    console.print(Text("strongest:", style="dim"))
+    for position in order:
+        before, after = quoted(0, position)[-CONTEXT:], quoted(position + 1, len(tokens))[:CONTEXT]
+        itself = (f"[{quoted(position, position + 1)}]", "bold")
+        line = Text.assemble(f"{correlations[position]:+.2f}  {before:>{CONTEXT}}", itself, after)
+        console.print(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def legend() -> Text:

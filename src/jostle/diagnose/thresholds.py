@@ -21,7 +21,8 @@ DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""
 
 RISE_DOUBTFUL, RISE_UNRELIABLE = 2.0, 5.0
-"""Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3."""
+"""Of the mean loss above w*, in nats; what knows nothing of 10 classes has a loss of 2.3. A hint, and no verdict, where
+the loss at w* is large itself."""
 
 HARDLY_RISEN = RISE / 100
 """Of the mean loss from its value at w*, in nats: a hint, no verdict. At a tenth of RISE most scores were worse."""

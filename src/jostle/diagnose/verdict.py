@@ -53,20 +53,28 @@ def judge(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
         "level": level,
         "summary": _summary(level, reasons, found),
         "reasons": [asdict(reason) for reason in reasons],
-        "hint": _hint(reasons, found),
+        "hint": _hint(config, reasons, found),
         "settings": _together([reason.settings for reason in reasons]),
     }
 
 
-def _hint(reasons: list[Reason], found: Mapping[str, Any]) -> str | None:
-    """What a run that is nothing worse than timid could do."""
-    told = {"no movement", "hardly left w*"} & {reason.kind for reason in reasons}
-    if told or abs(found.get("rise", math.inf)) >= HARDLY_RISEN:
+def _hint(config: Mapping[str, Any], reasons: list[Reason], found: Mapping[str, Any]) -> str | None:
+    """What a run that is nothing worse than timid, or bold, could do."""
+    told = {reason.kind for reason in reasons}
+    rise = found.get("rise")
+    if rise is None or told & {"no movement", "hardly left w*", "runaway", "too hot", "left the neighbourhood"}:
         return None
-    return (
-        f"the chains hardly moved: the mean loss is {found['rise']:+.1g} nats from its value at w*, and scores were "
-        f"best some tenths of a nat away; jostle run --auto chooses settings for {RISE:g}"
-    )
+    best, auto = "scores were best some tenths of a nat away", f"jostle run --auto chooses settings for {RISE:g}"
+    if abs(rise) < HARDLY_RISEN:
+        return f"the chains hardly moved: the mean loss is {rise:+.1g} nats from its value at w*, and {best}; {auto}"
+    if rise > RISE_DOUBTFUL:
+        # Of a quadratic loss the rise is tr(H)/2γ.
+        nearer = _two_digits(config["posterior"]["localization"] * rise / RISE)
+        return (
+            f"the chains went far: the mean loss is {rise:+.2g} nats from its value at w*, and {best}; {auto} "
+            f"(if the loss were quadratic, --localization {nearer})"
+        )
+    return None
 
 
 def _together(advised: list[Mapping[str, float]]) -> dict[str, float]:
@@ -110,7 +118,8 @@ def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> s
 def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
     failed, chains = found["failed_chains"], found["chains"]
     step_size = config["sampler"].get("step_size")
-    smaller = "lower --step-size" + (f" (to about {_two_digits(step_size / 4)})" if step_size else "")
+    smaller = f"lower --step-size (to about {_two_digits(step_size / 4)})" if step_size else ""
+    nearer = f"{smaller} or raise --localization" if step_size else "raise --localization"  # some rules have no step
     shorter = _set(step_size=step_size / 4) if step_size else {}
     for failure in failed:
         yield Reason(
@@ -118,7 +127,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             "failed chain",
             failure["step"],
             f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}",
-            f"{smaller}, or raise --localization: the chains that are left stand at the same brink",
+            f"{nearer}: the chains that are left stand at the same brink",
             shorter,
         )
     if chains == 0:
@@ -133,7 +142,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         )
         return
     unstable = False
-    for reason in _unstable(found, chains, smaller, shorter):
+    for reason in _unstable(found, chains, smaller or nearer, nearer, shorter):
         unstable = True
         yield reason
     if "unknown" in found:
@@ -154,7 +163,9 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         )
 
 
-def _unstable(found: Mapping[str, Any], chains: int, smaller: str, shorter: Mapping[str, float]) -> Iterator[Reason]:
+def _unstable(
+    found: Mapping[str, Any], chains: int, smaller: str, nearer: str, shorter: Mapping[str, float]
+) -> Iterator[Reason]:
     """Chains that left, or are leaving, what they should sample."""
     away = found.get("runaway", {}).get("chains", [])
     if away:
@@ -185,7 +196,7 @@ def _unstable(found: Mapping[str, Any], chains: int, smaller: str, shorter: Mapp
             "left the neighbourhood",
             rise,
             f"the mean loss is {rise:.3g} nats above w*: the chain left the neighbourhood",
-            f"{smaller} or raise --localization",
+            nearer,
             shorter,
         )
 

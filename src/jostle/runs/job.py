@@ -16,7 +16,7 @@ from jostle.chains.chain import full_gradient
 from jostle.chains.execution import Execution, choose
 from jostle.chains.execution import prepare as make_ready
 from jostle.chains.observing import Observer
-from jostle.chains.progress import progress_bar
+from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
 from jostle.chains.thinning import PROBED_EXAMPLES, Thinning, choose_thin
 from jostle.config import Config, require_whole
@@ -132,11 +132,18 @@ class Job:
                 threads=before.threads if before else torch.get_num_threads(),
             )
 
-        # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
-        prepared = ready(before.batch_sizes if before else sizes) if self._ranks.first_crew else None
-        found = self._ranks.share(lambda: prepared.batch_sizes if prepared else {})
-        self._execution, self._prepared = before, prepared or ready(found)
-        self._fingerprints |= self._data.fingerprints()
+        with telling(self._shown) as tell:
+            tell("observing every example at w*")
+            # Rank 0 is ready first, since the others observe in batches of the sizes that it found.
+            prepared = ready(before.batch_sizes if before else sizes) if self._ranks.first_crew else None
+            found = self._ranks.share(lambda: prepared.batch_sizes if prepared else {})
+            self._execution, self._prepared = before, prepared or ready(found)
+            self._fingerprints |= self._data.fingerprints()
+
+    @property
+    def _shown(self) -> bool:
+        """Whether this process says how far it has come."""
+        return self._manner.progress and self._ranks.leads
 
     @property
     def _known(self) -> dict[str, str]:
@@ -196,7 +203,9 @@ class Job:
             # Before anything is compiled, so that a resumed run has the same one to the last bit.
             loss, data = self._functions.driving_loss, self._data.drawn_from
             prepared.control(full_gradient(self._in_place, loss, data, config.batch_size))
-        self._execution = self._execution or self._shared(self._chosen)
+        with telling(self._shown) as tell:
+            tell("trying which way the chains run fastest")
+            self._execution = self._execution or self._shared(self._chosen)
         self._dynamics = prepared.way(self._execution)
         make_ready(self._execution, self._dynamics, self._in_place)
 
@@ -266,7 +275,9 @@ class Job:
             name: Observer(self._in_place, self._functions.loss, self._data.observed[name], size, most=PROBED_EXAMPLES)
             for name, size in self._execution.batch_sizes.items()
         }
-        return choose_thin(self._dynamics, probes, at_once=self._execution.chains_at_once, interrupted=interrupted)
+        at_once = self._execution.chains_at_once
+        with telling(self._shown) as tell:
+            return choose_thin(self._dynamics, probes, at_once=at_once, interrupted=interrupted, tell=tell)
 
     def _go_on(self, manifest: dict[str, Any]) -> None:
         if "query" in self._changes(manifest) and self._ranks.first_crew:
@@ -283,7 +294,7 @@ class Job:
 
     def sample(self, interrupted: Callable[[], bool]) -> None:
         """Observe queries that were added at the draws that are there; then go on to the last draw."""
-        manifest, ranks, shown = self._manifest, self._ranks, self._manner.progress and self._ranks.leads
+        manifest, ranks, shown = self._manifest, self._ranks, self._shown
         assert manifest is not None
         pace = Pace(
             at_once=self._execution.chains_at_once,

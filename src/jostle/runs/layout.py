@@ -47,6 +47,12 @@ BEGUN = ".begun"
 LOCK = ".lock"
 """Locked by whoever writes to the run; the lock goes with its process, the empty file stays."""
 
+CALIBRATION = "calibration.json"
+"""What was measured for a run before it began, and is not measured again."""
+
+BESIDE = (LOCK, CALIBRATION, "calibration.partial")
+"""What may be in the directory of a run that has not begun, and stays when one is begun again."""
+
 ADDING_QUERIES = "adding queries"
 """The status of a run that has all its draws, and of these not yet the losses of queries that came later."""
 
@@ -96,7 +102,7 @@ def _directory_for(out: str | Path | None) -> Path:
     directory = Path(out).resolve()
     if directory.is_dir():
         own = any((directory / name).is_file() for name in ("manifest.json", BEGUN))
-        if not own and any(entry.name != LOCK for entry in directory.iterdir()):
+        if not own and any(entry.name not in BESIDE for entry in directory.iterdir()):
             raise InputError(
                 "out", got=f"{out}, which exists and holds something else", expected="a new or empty directory"
             )
@@ -447,7 +453,7 @@ def _clear(directory: Path) -> None:
     for entry in directory.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name != LOCK:
+        elif entry.name not in BESIDE:
             entry.unlink()
 
 

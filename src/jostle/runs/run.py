@@ -16,13 +16,13 @@ from jaxtyping import UInt8
 from jostle.chains.recording import load_sums
 from jostle.conditioning import (
     CHOICES,
-    LEAST_SUPPORT,
     LITTLE_SUPPORT,
     Conditioned,
     Kappa,
     Moves,
     check_kappa,
     jackknife_error,
+    most_supported,
     supports,
 )
 from jostle.config import fingerprint_settings
@@ -265,7 +265,7 @@ class Run:
         about |= positions
         return self._scores(estimate, normalize, None, about)
 
-    def diagnostics(self, *, plot: str | Path | None = None) -> dict[str, Any]:
+    def diagnostics(self, *, plot: str | Path | None = None, support: bool = True) -> dict[str, Any]:
         """Return what a user should know before trusting the scores, with a verdict in words.
 
         ``verdict`` has a ``level`` (good, doubtful, unreliable), a ``summary``, and ``reasons`` with a number and what
@@ -277,6 +277,8 @@ class Run:
 
         Args:
             plot: also draw them, into a file whose name ends in .png, .svg or .pdf (needs the extra ``plots``).
+            support: also ask how far the draws support reading at a larger n_beta (``kappa_support``; ``kappa`` is
+                what ``influence(kappa="auto")`` reads at), which takes about as long as reading.
         """
         if plot is not None:
             plots.check(plot)
@@ -296,6 +298,10 @@ class Run:
         sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
         config = self.config | {"draws": self.draws}
         found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
+        if support and len(sample.chains) and "query" in self.traces.sets:
+            supported = self._supports("auto")
+            found["kappa"] = most_supported(supported)
+            found["kappa_support"] = supported and {f"{kappa:g}": value for kappa, value in supported.items()}
         if plot is not None:
             plots.draw(found, sample, config, Path(plot))
         return found
@@ -373,19 +379,11 @@ class Run:
             raise InputError(
                 "kappa", got=f"{kappa} for the {part} part", expected="all of the influence", fix="ask without kappa"
             )
-        if (on, kappa) not in self._known_supports:
-            other = self.traces.observable(on) if on is not None else self._sequence_losses("query", "mean")
-            self._known_supports[on, kappa] = supports(
-                self._sequence_losses("train", "mean"), other, self.healthy_chains,
-                CHOICES if kappa == "auto" else [float(kappa)], together=2 if self.antithetic else 1,
-            )  # fmt: skip
-        found = self._known_supports[on, kappa]
+        if kappa != "auto":
+            self._moves("pooled")  # refuses what is too much to hold before anything is said of it
+        found = self._supports(kappa, on)
         if kappa == "auto":
-            held = next((one for one in CHOICES if found and found[one] >= LEAST_SUPPORT), 0.0)
-            try:
-                _ = held and self._moves("pooled")
-            except InputError:  # halves of the draws can be held, and all of them are too many
-                held = 0.0
+            held = most_supported(found)
             return held, {
                 "kappa": held,
                 "kappa_support": None if found is None else found.get(held, 1.0),
@@ -401,6 +399,20 @@ class Run:
                 stacklevel=3,
             )
         return float(kappa), {"kappa": float(kappa), "kappa_support": support}
+
+    def _supports(self, kappa: Kappa, on: str | None = None) -> dict[float, float] | None:
+        """How far the draws support a κ, or each of those that "auto" chooses from; None where nobody can tell."""
+        if (on, kappa) not in self._known_supports:
+            other = self.traces.observable(on) if on is not None else self._sequence_losses("query", "mean")
+            try:
+                self._known_supports[on, kappa] = supports(
+                    self._sequence_losses("train", "mean"), other, self.healthy_chains,
+                    CHOICES if kappa == "auto" else [float(kappa)],
+                    together=2 if self.antithetic else 1, moves=self._moves("pooled"),
+                )  # fmt: skip
+            except InputError:  # nothing moved, or there are too many draws to hold
+                self._known_supports[on, kappa] = None
+        return self._known_supports[on, kappa]
 
     def _moves(self, centering: Centering) -> Moves:
         """How the training losses move: found once, for it takes a while."""

@@ -25,7 +25,7 @@ from jostle.runs.job import Job, Kept, Manner
 from jostle.runs.layout import place_for, thin_of, writing
 from jostle.runs.preparing import DataSets, Functions, check_examples, check_kinds, functional
 from jostle.runs.run import Run
-from jostle.samplers import SGLD, Sampler
+from jostle.samplers import SGLD, Gaussian, Sampler
 
 
 def attribute(
@@ -41,8 +41,8 @@ def attribute(
     sampler: Sampler | None = None,
     chains: int = 4,
     draws: int = 100,
-    burn_in: int = 0,
-    thin: int | Literal["auto"] = 10,
+    burn_in: int | None = None,
+    thin: int | Literal["auto"] | None = None,
     batch_size: int = 1024,
     control_variates: bool = False,
     antithetic: bool = False,
@@ -85,14 +85,17 @@ def attribute(
         loss: what is recorded: ``f(model, batch) -> (B,)`` or ``(B, S)``. Default: ``losses.classification()``.
         potential_loss: what drives the chain, where it differs from what is recorded (label smoothing, weighting).
         observables: any other φ: ``{"name": f(model) -> (p,)}``.
-        posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``.
+        posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``, of `Gaussian`
+            with ``n_beta=0``.
         sampler: the update rule and its step size. Default: ``SGLD(step_size=1e-5)``.
         chains: C, the number of chains.
         draws: T, the number of draws from each chain; the most there may be where ``until`` or ``minutes`` is given.
-        burn_in: steps before the first draw. Chains start at w*, and leave it within a few times 2/(εγ) steps.
+        burn_in: steps before the first draw. Chains start at w*, and leave it within a few times 2/(εγ) steps. Default:
+            0, or 1 where every step is a new draw (`Gaussian`).
         thin: steps between draws. Consecutive steps are nearly copies of each other, and a step costs far less than
             observing every example: raise this before ``draws``. ``"auto"`` chooses what gives the most effective draws
-            a second, by a short pilot (see `jostle.chains.thinning`); the choice is kept with the run.
+            a second, by a short pilot (see `jostle.chains.thinning`); the choice is kept with the run. Default: 10, or
+            1 where every step is a new draw.
         batch_size: m, the size of a minibatch; the whole of the sampling data where that is smaller.
         control_variates: take from every minibatch gradient what it is at w*, and add the whole data's there. That is
             two gradients a step and one pass over the sampling data beforehand, and leaves the less of the minibatches'
@@ -147,12 +150,15 @@ def attribute(
         raise InputError("traces", got="keep='covariance', which keeps none", expected="keep='traces'")
     directory = place_for(out, traces)
     sampler = sampler or SGLD(step_size=1e-5)
-    pilot = thin == "auto" and not getattr(sampler, "independent", False)
+    independent = getattr(sampler, "independent", False)
+    burn_in = int(independent) if burn_in is None else burn_in
+    thin = (1 if independent else 10) if thin is None else thin
+    pilot = thin == "auto" and not independent
     functions = Functions(
         loss=loss or classification_loss(), potential_loss=potential_loss, observables=dict(observables or {})
     )
     config = Config(
-        posterior=posterior or Posterior(n_beta=200.0, localization=1e4),
+        posterior=posterior or Posterior(n_beta=0.0 if isinstance(sampler, Gaussian) else 200.0, localization=1e4),
         sampler=sampler,
         loss=describe(functions.loss),
         potential_loss=describe(functions.driving_loss),

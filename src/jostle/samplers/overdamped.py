@@ -20,7 +20,7 @@ class Gaussian(Rule):
         w ← μ + N(0, 1/(γ + λ)),   μ = γw*/(γ + λ).
 
     This is the posterior itself at nβ = 0, exactly, and every step is a new draw: one between draws (``thin=1``) and
-    one before the first (``burn_in=1``, since step 0 is w*) are enough.
+    one before the first (``burn_in=1``, since step 0 is w*) are enough, and the default of `jostle.attribute`.
 
     Scores of this rule know the losses' gradients and curvature at and around w*, but not how the data as a whole hold
     the weights: to first order they are −gᵢᵀgⱼ/γ, a dot product of gradients.
@@ -57,7 +57,7 @@ class Gaussian(Rule):
                 "burn_in",
                 got="0 with the Gaussian sampler",
                 expected="at least 1: step 0 is w* itself, and not a draw",
-                fix="burn_in=1 (and thin=1) is enough, as every step is a new draw",
+                fix="leave it out, or burn_in=1: every step is a new draw",
             )
 
 
