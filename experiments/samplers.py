@@ -287,17 +287,15 @@ def measure(
             rows[read]["seeds"][str(seed)] = found
             print(f"  {read}, seed {seed}: {found}", flush=True)
         record.write()
-    kept["summary"] = summary(kept)
-    record.write()
 
 
-def mean_and_error(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Over seeds; None where there are no two of them, or one has no value."""
+def mean_and_error(values: Sequence[float | None]) -> dict[str, float | None] | None:
+    """Over seeds; None where one has no value. A single seed has no error."""
     known = [value for value in values if value is not None]
-    if len(known) < 2 or len(known) < len(values):
+    if not known or len(known) < len(values):
         return None
-    error = np.std(known, ddof=1) / math.sqrt(len(known))
-    return {"mean": float(np.mean(known)), "standard_error": float(error)}
+    error = float(np.std(known, ddof=1) / math.sqrt(len(known))) if len(known) > 1 else None
+    return {"mean": float(np.mean(known)), "standard_error": error}
 
 
 def summary(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +333,8 @@ def claims(table: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, 
     """Each candidate minus what it is to reach or beat, with the error of the difference over seeds."""
 
     def value(name: str, cost: str, kind: str) -> dict[str, float] | None:
-        return table.get(name, {}).get(cost, {}).get(kind)
+        found = table.get(name, {}).get(cost, {}).get(kind)
+        return None if found is None or found["standard_error"] is None else found
 
     def best(names: Sequence[str], cost: str, kind: str) -> dict[str, float] | None:
         known = [one for one in (value(name, cost, kind) for name in names) if one is not None]
@@ -365,10 +364,13 @@ def markdown(kept: Mapping[str, Any]) -> str:
     """The table of one setting: correlation / covariance."""
 
     def cell(one: Mapping[str, Any]) -> str:
-        both = [one[kind] for kind in ("correlation", "covariance")]
-        return " / ".join(
-            "–" if each is None else f"{each['mean']:.3f} ± {each['standard_error']:.3f}" for each in both
-        )
+        def text(each: Mapping[str, float | None] | None) -> str:
+            if each is None:
+                return "–"
+            error = each["standard_error"]
+            return f"{each['mean']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+        return " / ".join(text(one[kind]) for kind in ("correlation", "covariance"))
 
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3g}"
@@ -409,7 +411,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
             for baseline, style in ((similar, ":"), ("exact influence", "--")):
                 if baseline in baselines:
                     axes.axvline(baselines[baseline]["value"], color="0.3", linestyle=style, label=baseline)
-            axes.set(title=f"{name}: {kind}", xlabel="LDS per query, ± standard error over seeds")
+            axes.set(title=f"{name}\n{kind}", xlabel="LDS per query, ± standard error over seeds")
             axes.set_yticks(range(len(table)), list(table))
             axes.grid(axis="x", alpha=0.3)
             for side in ("top", "right"):
@@ -462,12 +464,10 @@ def main() -> None:
                 )  # fmt: skip
     except OutOfTimeError:
         status = "out of time; the same command goes on"
-        for kept in record.content["measured"].values():
-            kept["summary"] = summary(kept)
-        record.write()
     for name, kept in record.content["measured"].items():
-        if "summary" in kept:
-            print(f"\n{name}\n{markdown(kept)}\n{kept['summary']['claims']}", flush=True)
+        kept["summary"] = summary(kept)
+        print(f"\n{name}\n{markdown(kept)}\n{kept['summary']['claims']}", flush=True)
+    record.write()
     if arguments.figure:
         draw(record.content["measured"], arguments.figure)
     print(status, flush=True)
