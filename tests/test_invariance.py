@@ -234,6 +234,20 @@ def test_resumed_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     np.testing.assert_array_equal(losses(run(out=out, **settings)), losses(run(**settings)))
 
 
+def test_a_signal_stops_a_compilation_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def compile(self: InPlace, backend: str | None) -> None:
+        if backend is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("it went on")  # which would mean a run without a compiled model
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InPlace, "compile", compile)
+        with pytest.raises(KeyboardInterrupt):
+            run(out=tmp_path / "run", compile=True, chains_at_once=1)
+    assert not (tmp_path / "run" / "manifest.json").exists()  # nor was it laid out
+    np.testing.assert_array_equal(losses(run(out=tmp_path / "run", chains_at_once=1)), losses(run(chains_at_once=1)))
+
+
 def one_step(way: type[FunctionalModel], sampler: str) -> Tensor:
     model = convnet(torch.float32).eval()
     moving = MovingWeights(model, "all")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jostle.chains.chain import Dynamics
+from jostle.chains.signals import stopped_at_once
 from jostle.chains.spreading import Spread
 from jostle.config import Config
 from jostle.models.in_place import InPlace
@@ -238,9 +239,10 @@ def _compile(dynamics: Dynamics) -> bool:
     plain, *_ = probe(dynamics, 1)
     started = time.perf_counter()
     try:
-        model.compile("inductor")
-        dynamics.compile_step()
-        compiled, *_ = probe(dynamics, 1)
+        with stopped_at_once():
+            model.compile("inductor")
+            dynamics.compile_step()
+            compiled, *_ = probe(dynamics, 1)
         same = all((a - b).norm() <= 10 * model.tolerance * a.norm() for a, b in zip(plain, compiled, strict=True))
         reason = None if same else "compiled, the model gives other numbers"
     except Exception as error:  # any model may hit any limit of the compiler; it runs without
