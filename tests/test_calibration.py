@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +301,7 @@ def test_what_is_being_done_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         re.match(r"jostle: seeking a rise of 0\.2: (\S+) at localization (\S+), pass \d+$", line) for line in lines
     ]
     reached = [float(match[1]) for match in rises if match]
-    assert len(set(reached)) > 2
+    assert len(set(reached)) >= 2
     assert abs(reached[-1] - 0.2) < abs(reached[0] - 0.2)
     curvatures = [line for line in lines if "seeking the largest curvature: " in line]
     assert float(curvatures[-1].split(": ")[2].split(" ")[0]) == pytest.approx(found.curvature.largest, rel=0.05)
@@ -432,9 +431,13 @@ def test_a_run_that_was_interrupted_before_it_began(
     task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What --auto measured stays in the directory, which is a run's for that; another place is refused at once."""
+
+    def interrupt(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
     command, out = [*task, "--auto", "--rise", "0.2", "--kappa", "1"], tmp_path / "run"
     with monkeypatch.context() as patched:
-        patched.setattr(requests, "carry_out", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+        patched.setattr(requests, "carry_out", interrupt)
         assert jostle_command("run", out, *command).exit_code == 75
     assert [path.name for path in out.iterdir()] == ["calibration.json"]
     with monkeypatch.context() as patched:

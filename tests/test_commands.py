@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -87,9 +88,13 @@ def test_what_moves_is_said_before_sampling(place: Path) -> None:
     assert "6,144 weights of 8 parameters move (attention): model.layers.0.self_attn.q_proj.weight" in said
 
 
-def test_everything_that_is_said_begins_with_the_name(place: Path, tmp_path: Path) -> None:
+def test_everything_that_is_said_begins_with_the_name(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What a library would log, too."""
-    result = jostle_command("run", tmp_path / "run", *sources(place), *SMALL, "--max-length", "6")
+    monkeypatch.setattr(logging.getLogger("jostle"), "disabled", False)  # whatever other tests' libraries did
+    with caplog.at_level(logging.WARNING, "jostle"):
+        result = jostle_command("run", tmp_path / "run", *sources(place), *SMALL, "--max-length", "6")
     assert result.exit_code == 0, result.stderr
     lines = result.stderr.splitlines()
     assert all(line.startswith("jostle: ") for line in lines), result.stderr

@@ -183,18 +183,22 @@ def test_rank_zero_decides_when_there_is_enough(tmp_path: Path) -> None:
 
 
 def test_a_failed_chain_of_another_rank_is_named(alone: jostle.Run, tmp_path: Path) -> None:
+    """All those fail that pass a limit, which is chosen so that one of the other rank's, with odd numbers, does."""
     second = traces(alone)["first"][:, :, 1]
     highest = second.max(1)
-    chain = int(highest.argmax())
-    assert chain % 2, "the chain that fails should not be one of rank 0's"
-    limit = float(np.sort(highest)[-2:].mean())
-    draw = int((second[chain] > limit).argmax())
+    order = np.argsort(-highest)
+    last = int(np.argmax(order % 2 == 1))  # in this order: the first one of the other rank
+    limit = float(highest[order[last : last + 2]].mean())
+    failing = sorted(int(chain) for chain in order[: last + 1])
+    assert len(failing) < 5
     out = tmp_path / "run"
     assert end(start(2, out, limit=limit), out) == ["12 draws"] * 2
     run = jostle.load(out)
-    failure = {"chain": chain, "step": 3 + 2 * draw, "reason": "a loss left the finite numbers"}
-    assert run.manifest["failed_chains"] == [failure]
-    others = [other for other in range(5) if other != chain]
+    steps = {chain: 3 + 2 * int((second[chain] > limit).argmax()) for chain in failing}
+    reason = "a loss left the finite numbers"
+    expected = [{"chain": chain, "step": step, "reason": reason} for chain, step in steps.items()]
+    assert sorted(run.manifest["failed_chains"], key=lambda failure: failure["chain"]) == expected
+    others = [other for other in range(5) if other not in failing]
     np.testing.assert_array_equal(traces(run)["train"][others], traces(alone)["train"][others])
 
 
