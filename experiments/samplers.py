@@ -287,6 +287,8 @@ def measure(
             rows[read]["seeds"][str(seed)] = found
             print(f"  {read}, seed {seed}: {found}", flush=True)
         record.write()
+    kept["summary"] = summary(kept)
+    record.write()
 
 
 def mean_and_error(values: Sequence[float | None]) -> dict[str, float | None] | None:
