@@ -271,11 +271,16 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
         monkeypatch.setattr(place, name, counting(getattr(place, name)))
     whole = calibrate(problem.model(), problem.data, **settings)
     in_all, keep = passes, tmp_path / "new" / "measured.json"
-    passes, counts = 0, []
-    for interrupted_in in ("rises .* 16 perturbations", "pilot"):  # noqa: B007
+
+    def passes_until(name: str, model: torch.nn.Module) -> int:
+        nonlocal interrupted_in
+        interrupted_in = name
         with pytest.raises(KeyboardInterrupt):
-            calibrate(problem.model(), problem.data, keep=keep, **settings)
-        counts.append(passes)
+            calibrate(model, problem.data, keep=keep, **settings)
+        return passes
+
+    passes = 0
+    counts = [passes_until(name, problem.model()) for name in ("rises .* 16 perturbations", "pilot")]
     interrupted_in = ""
     assert calibrate(problem.model(), problem.data, keep=keep, **settings).choices == whole.choices
     assert (
@@ -285,10 +290,8 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     other = problem.model()
     with torch.no_grad():
         next(other.parameters()).mul_(1.01)
-    passes, interrupted_in = 0, "curvature"
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(other, problem.data, keep=keep, **settings)
-    assert passes > 1
+    passes = 0
+    assert passes_until("curvature", other) > 1
 
 
 def test_what_is_being_done_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
