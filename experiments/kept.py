@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,8 @@ STEPS = 2 * 32_767
 
 @functools.lru_cache(maxsize=len(SETS))
 def mean_losses(run: jostle.Run, name: str) -> np.ndarray:
-    """(chain, draw, sample), of the chains that did not fail; read once, for there are many views of it.
-
-    `jostle.Run.influence` reads within a bound of memory, and a language model's tokens many times over for it.
-    """
-    columns, losses = run.traces.columns(name), run.traces.losses(name)
-    whole = SequenceLosses(losses, columns, "mean") if columns.per_token else losses
-    with ThreadPoolExecutor() as pool:
-        return np.concatenate([*pool.map(lambda chain: whole[chain : chain + 1, :, :], run.healthy_chains)])
+    """(chain, draw, sample), of the chains that did not fail; read once, for there are many views of it."""
+    return run.traces.sequence_losses(name)[:, :, :][run.healthy_chains]
 
 
 def center_losses(run: jostle.Run, name: str) -> np.ndarray:

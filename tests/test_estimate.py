@@ -17,6 +17,7 @@ import jostle
 import reference
 from jostle import estimate
 from jostle.errors import EstimateWarning
+from jostle.traces import store
 from jostle.traces.store import Columns, SequenceLosses
 
 
@@ -176,6 +177,29 @@ def test_sequence_losses_reduce_tokens() -> None:
         block = reference.covariance(tokens, tokens)[0:3, 4:10]
         whole = estimate.covariance(sequences, sequences).values
         assert whole[0, 2] == pytest.approx(function(block))
+
+
+def test_tokens_are_read_once_however_many_sequences_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(3).normal(size=(3, 7, 40)).astype(np.float32)
+    read = np.zeros(values.shape, int)
+
+    class Stored:
+        shape, dtype, chunks = values.shape, values.dtype, (1, 2, 40)
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            read[index] += 1
+            return values[index]
+
+    columns = Columns(10, np.arange(0, 41, 4), np.arange(40))
+    sequences = SequenceLosses(Stored(), columns, "mean")
+    seen = np.concatenate([sequences[:, :, at : at + 1] for at in range(10)], axis=2)
+    np.testing.assert_allclose(seen, values.reshape(3, 7, 10, 4).mean(3), rtol=1e-6)
+    assert (read == 1).all()
+    monkeypatch.setattr(store, "HELD_BYTES", seen.nbytes - 1)
+    unheld = SequenceLosses(Stored(), columns, "mean")
+    np.testing.assert_array_equal(unheld[1:, 2:5, 3:6], seen[1:, 2:5, 3:6])
+    assert read[:, :, :12].max() == 1  # what was not asked for is not read
+    assert unheld.read_per_column == 4
 
 
 def test_a_loss_that_never_moves_correlates_with_nothing() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from jostle.config import Config
 from jostle.diagnose import effective_draws, read_sample, spread
 from jostle.errors import EstimateWarning
 from jostle.estimate import FEWEST_BATCHES, covariance
-from jostle.traces.store import SequenceLosses, Traces
+from jostle.traces.store import Traces
 
 FIRST_ROUND = 20
 """Draws of each chain before anything is measured."""
@@ -76,7 +75,7 @@ def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EstimateWarning)
         estimate = covariance(
-            _by_sample(traces, "train"),
+            traces.sequence_losses("train"),
             _columns_of_queries(traces),
             chains=chains,
             normalize=True,
@@ -91,15 +90,10 @@ def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
     return float(np.sqrt(np.mean(errors**2)))
 
 
-def _by_sample(traces: Traces, name: str) -> Any:
-    columns, losses = traces.columns(name), traces.losses(name)
-    return SequenceLosses(losses, columns, "mean") if columns.per_token else losses
-
-
 def _columns_of_queries(traces: Traces) -> np.ndarray:
     """Some of the queries or, without any, of the components of the observables: (chain, draw, column)."""
     if "query" in traces.sets:
-        whole = np.asarray(_by_sample(traces, "query")[:, :, :])
+        whole = np.asarray(traces.sequence_losses("query")[:, :, :])
     else:
         whole = np.concatenate([np.asarray(traces.observable(name)[:]) for name in traces.observables], axis=2)
     return whole[:, :, spread(whole.shape[2], MOST_QUERIES)]

@@ -23,7 +23,6 @@ from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate.bank import Bank
 from jostle.runs.run import Run
 from jostle.scores import Scores
-from jostle.traces.store import SequenceLosses
 
 Per = Literal["query", "subset"]
 Correlation = Literal["spearman", "pearson"]
@@ -271,12 +270,11 @@ def self_influence(run: Run, *, normalize: bool = False) -> Float[np.ndarray, " 
         raise ChainsFailedError("every chain of this run failed; it has no self-influence")
     if len(chains) * run.draws < 2:
         raise InputError("draws", got=1, expected="at least two draws in finished chains", fix="raise draws")
-    columns, losses = run.traces.columns("train"), run.traces.losses("train")
-    losses = SequenceLosses(losses, columns, "mean") if columns.per_token else losses
+    losses = run.traces.sequence_losses("train")
     read = np.prod(losses.shape[:2]) * getattr(losses, "read_per_column", 1)
     block = max(1, int(BLOCK_BYTES // (8 * read)))
     parts = []
-    for start in range(0, columns.samples, block):
+    for start in range(0, losses.shape[2], block):
         values = np.asarray(losses[:, :, start : start + block])[chains].astype(np.float64)
         flat = values.reshape(-1, values.shape[2])
         variance = flat.var(0, ddof=1)

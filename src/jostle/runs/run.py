@@ -36,7 +36,7 @@ from jostle.estimate import (
     covariance_from_sums,
 )
 from jostle.scores import Scores
-from jostle.traces.store import MirroredPairs, Part, SequenceLosses, Traces
+from jostle.traces.store import MirroredPairs, Part, Traces
 from jostle.traces.stores import Place, check_url
 from jostle.traces.tensor_files import read_tensors
 from jostle.viewer.report import Inline, write_report
@@ -80,6 +80,7 @@ class Run:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self.config = read_config(directory)
+        self._known_losses: dict[tuple[str, Reduction], Any] = {}
         self._known_moves: dict[str, Moves] = {}
         self._known_supports: dict[tuple[str | None, Kappa], dict[float, float] | None] = {}
 
@@ -426,8 +427,9 @@ class Run:
             raise InputError(
                 "query", got="a run without a query set", expected="one", fix="pass on=NAME for an observable"
             )
-        columns, losses = self.traces.columns(name), self.traces.losses(name)
-        return SequenceLosses(losses, columns, reduction) if columns.per_token else losses
+        if (name, reduction) not in self._known_losses:
+            self._known_losses[name, reduction] = self.traces.sequence_losses(name, reduction)
+        return self._known_losses[name, reduction]
 
     def _scores(self, estimate: Estimate, normalize: bool, scale: float | None, provenance: dict[str, Any]) -> Scores:
         values = np.negative(estimate.values, out=estimate.values)

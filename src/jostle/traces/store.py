@@ -21,8 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -44,6 +48,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 CHUNK_BYTES = 8 << 20
 Part = Literal["odd", "even"]
+
+HELD_BYTES = 256 << 20
+"""Sequences' losses, at every draw, are held in memory where they take no more than this."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,11 @@ class Traces:
     def losses(self, name: str) -> Trace:
         """Return the losses of a set, (chain, draw, column); read it by slicing."""
         return self.trace(f"{name}/losses")
+
+    def sequence_losses(self, name: str, reduction: str = "mean") -> Trace | SequenceLosses:
+        """Return the losses of a set with one number a sample, (chain, draw, sample), also where they are per token."""
+        columns, losses = self.columns(name), self.losses(name)
+        return SequenceLosses(losses, columns, reduction) if columns.per_token else losses
 
     def observable(self, name: str) -> Trace:
         """Return the values of another observable, (chain, draw, component)."""
@@ -382,9 +394,11 @@ class Trace:
 
 
 class SequenceLosses:
-    """Per-token losses seen as one number a sequence, read lazily: (chain, draw, sample).
+    """Per-token losses seen as one number a sequence: (chain, draw, sample).
 
-    ``mean`` averages a sequence's tokens and ``sum`` adds them up (the paper's ℓᵢ).
+    ``mean`` averages a sequence's tokens and ``sum`` adds them up (the paper's ℓᵢ). A chunk of the store holds all
+    tokens of a few draws, so that whoever asks for a few sequences reads all of them: their numbers are read once and
+    held, where they fit into `HELD_BYTES`.
     """
 
     def __init__(self, tokens: Any, columns: Columns, reduction: str) -> None:
@@ -392,11 +406,29 @@ class SequenceLosses:
         self._tokens, self._offsets, self._reduction = tokens, columns.offsets, reduction
         self.shape = (*tokens.shape[:2], columns.samples)
         self.dtype = tokens.dtype
-        self.read_per_column = int(np.diff(columns.offsets).max())
+        self._holds = hasattr(tokens, "chunks") and math.prod(self.shape) * self.dtype.itemsize <= HELD_BYTES
+        self.read_per_column = 1 if self._holds else int(np.diff(columns.offsets).max())
         """How many numbers are read for each one returned, at most."""
 
     def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw sample"]:
-        chains, draws, samples = index
+        return self._held[index] if self._holds else self._reduced(*index)
+
+    @functools.cached_property
+    def _held(self) -> Float[np.ndarray, "chain draw sample"]:
+        held = np.empty(self.shape, self.dtype)
+        draws = self._tokens.chunks[1]
+
+        def read(place: tuple[int, int]) -> None:
+            block = (slice(place[0], place[0] + 1), slice(place[1], place[1] + draws))
+            held[block] = self._reduced(*block, slice(None))
+
+        chunks = itertools.product(range(self.shape[0]), range(0, self.shape[1], draws))
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(read, chunks):  # what goes wrong is raised here
+                pass
+        return held
+
+    def _reduced(self, chains: Any, draws: Any, samples: slice) -> Float[np.ndarray, "chain draw sample"]:
         start, stop, _ = samples.indices(self.shape[2])
         offsets = self._offsets[start : stop + 1]
         tokens = np.asarray(self._tokens[chains, draws, int(offsets[0]) : int(offsets[-1])])
