@@ -440,6 +440,9 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
 
     settings = list(measured.values())
     banks = list(settings[0])
+    if len(settings) == len(banks) == 1:
+        draw_one_bank(path, settings[0][banks[0]]["methods"])
+        return
     methods = [*shown_methods(settings[0]), "EK-FAC, best damping"]
     figure = Figure(figsize=(16, 6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
@@ -482,6 +485,36 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     panels[2].xaxis.set_minor_formatter(NullFormatter())
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
+    """LDS and seconds of every method, one below another; runs that differ in their seed as their mean."""
+    from matplotlib.figure import Figure
+
+    grouped: dict[str, list[Mapping[str, Any]]] = {}
+    for name, row in methods.items():
+        grouped.setdefault(re.sub(r", seed \d+", "", name), []).append(row)
+    names = sorted(grouped, key=lambda name: np.mean([row["per_query"] for row in grouped[name]]))
+    figure = Figure(figsize=(14, 1.6 + 0.28 * len(names)), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True, width_ratios=[1, 1, 0.6])
+    for place, name in enumerate(names):
+        rows = grouped[name]
+        kind = "control" if rows[0]["control"] else name.split(",")[0].split()[0]
+        colour = {"control": "#999999", "BIF": "#0072B2", "EK-FAC": "#D55E00"}.get(kind, "#009E73")
+        for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
+            value, error = (np.mean([row[key] for row in rows]) for key in (metric, f"{metric}_error"))
+            panel.errorbar(value, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
+        if "seconds" in rows[0]:
+            panels[2].barh(place, np.mean([row["seconds"] for row in rows]), color=colour, height=0.6)
+    panels[0].set_yticks(range(len(names)), [f"{n} ({len(grouped[n])} seeds)" if grouped[n][1:] else n for n in names])
+    for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
+        panel.axvline(0, color="black", linewidth=0.8)
+        panel.set_title(f"{title}, ± standard error")
+    panels[2].set(xlabel="seconds, all included", title="time")
+    for panel in panels:
+        panel.grid(axis="x", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments import calibration, cifar10_retraining, holding, kept, language_retraining, reading, samplers
+from experiments import (
+    calibration,
+    cifar10_retraining,
+    draws_and_kappa,
+    holding,
+    kept,
+    language_retraining,
+    reading,
+    samplers,
+)
 from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
 from torch import nn
 
@@ -193,6 +202,15 @@ def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monke
         assert lds(packed, ours, bootstrap=0).value == pytest.approx(lds(bank, theirs, bootstrap=0).value, abs=2e-3)
     with pytest.raises(jostle.InputError, match="fingerprint"):
         lds(packed, kept.influence(*mine.losses.values(), {"train": "another"}, normalize=False))
+    twice = [np.concatenate([mine.losses[part]] * 2) for part in kept.SETS]  # put together with itself
+    rows = draws_and_kappa.rows_of(packed, twice, mine.about["fingerprints"], bootstrap=10)
+    assert [row["draws"] for row in rows[:: len(draws_and_kappa.KAPPAS)]] == [48, 100, 200, 400]
+    (whole,) = (row for row in rows if row["draws"] == 400 and row["kappa"] == 10)
+    assert whole["covariance"] == pytest.approx(lds(packed, mine.influence(kappa=10.0), bootstrap=0).value, abs=1e-6)
+    assert whole["covariance_error"] > 0
+    (part,) = (row for row in rows if row["draws"] == 100 and row["kappa"] == 0)
+    few = mine.influence(normalize=True, draws=25)
+    assert part["correlation"] == pytest.approx(lds(packed, few, bootstrap=0).value, abs=1e-6)
     (tmp_path / "kept" / "all-small.1.npz").unlink()
     with pytest.raises(ValueError, match="60 of 100 draws"):
         kept.read_run(tmp_path / "kept", "all-small")
