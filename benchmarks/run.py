@@ -3,6 +3,7 @@
 python -m benchmarks.run small                        # ratios, in a minute, on any machine
 python -m benchmarks.run chains                       # 8 chains on a CPU, in every way
 python -m benchmarks.run 14m 410m 2.8b resnet9 scores # on a GPU; beside devinterp where that is installed
+python -m benchmarks.run cifar10                      # on a GPU; all scores of the paper's setting, beside EK-FAC
 python -m benchmarks.run 410m --ways "jostle compiled" --profile   # and which kernels take how long
 python -m benchmarks.run small --check FILE           # fail where a ratio stays below half of the record's
 """
@@ -24,6 +25,8 @@ import torch
 
 from benchmarks import chains, language, scores_memory, small, vision
 from benchmarks.environment import environment, write_record
+
+WORKLOADS = ["small", "chains", "resnet9", "cifar10", "scores", *language.SHAPES]
 
 REGRESSION = 2.0
 """By what factor a ratio may fall below its record: more than machines and their moods differ."""
@@ -80,7 +83,7 @@ def unmatched(measured: Mapping[str, Any], record: Mapping[str, Any]) -> list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time every workload in each way of doing it.")
-    parser.add_argument("workloads", nargs="+", choices=["small", "chains", "resnet9", "scores", *language.SHAPES])
+    parser.add_argument("workloads", nargs="+", choices=WORKLOADS)
     parser.add_argument("--ways", nargs="+", help=f"some of: {'; '.join(language.WAYS)}")
     parser.add_argument("--record", type=Path, help="where to write the numbers, with hardware, versions and commit")
     parser.add_argument("--check", type=Path, help="a record to compare the ratios of 'small' with")
@@ -117,6 +120,8 @@ def main() -> None:
                 table |= scores_memory.bench()
             elif name == "resnet9":
                 vision.bench(peak, arguments.ways or vision.WAYS, table, save)
+            elif name == "cifar10":
+                vision.bench_all_scores(arguments.ways or vision.FULL_WAYS, table, save)
             else:
                 draws = language.DRAWS[bisect.bisect([1000, 2000], language.SHAPES[name].width)]
                 language.bench(name, peak, arguments.ways or language.WAYS, draws, table, save, arguments.profile)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks import language, run, small
+from benchmarks import language, run, small, vision
 from benchmarks.clock import Clock, EnoughDrawsError
 from benchmarks.run import ATTEMPTS, regressions, run_small, unmatched
 from torch import Tensor
@@ -131,3 +131,12 @@ def test_a_draw_of_a_language_model_is_timed_alone(monkeypatch: pytest.MonkeyPat
         draws=6, thin=1, batch_size=4, progress=False,
     )  # fmt: skip
     np.testing.assert_allclose(scores["model"], plain.influence(normalize=True).values, atol=1e-6)
+
+
+def test_all_scores_are_timed_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "BATCH", 4)
+    table: dict[str, Any] = {}
+    ways = vision.FULL_WAYS[:2]
+    vision.bench_all_scores(ways, table, lambda: None, train=6, query=3, draws=2, device="cpu")
+    for way in ways:
+        assert table[way]["seconds"] == pytest.approx(table[way]["sampling"] + table[way]["scoring"])

@@ -12,6 +12,7 @@ import copy
 import importlib
 import json
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -180,6 +181,9 @@ def _fitted(
         # Where labels are sampled; the caller's random numbers go on as if nothing had happened.
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(eval_mode(copied))
+        # It warns at every call that it uses a deprecated name of PyTorch's, which its users cannot change.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
         first = Data([data["train"].sample(0)], "train", collate=collate, device=device).batch([0])
         calls = _calls(copied, loss, first)
         layers = _layers(copied, weights, calls)
