@@ -41,6 +41,9 @@ FEWEST_DRAWS = 10
 FEWEST_BATCHES = 8
 """With fewer batches than this, a standard error says so."""
 
+ENOUGH_BATCHES = 120
+"""More say hardly more about an error, and longer ones depend on each other less."""
+
 
 class Trace(Protocol):
     """Anything of shape (chain, draw, column) that can be sliced."""
@@ -329,14 +332,21 @@ class Batches:
         return variance.clamp(min=0).sqrt()
 
 
-def length_of_batch(left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"]) -> int:
-    """Several autocorrelation times of the slower losses, and of the products that a covariance averages."""
-    draws = left.shape[1]
+def length_of_batch(
+    left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"], most: int = ENOUGH_BATCHES
+) -> int:
+    """Several autocorrelation times of the slower losses, and of the products that a covariance averages.
+
+    Where that would be more than so many batches, they are longer.
+    """
+    chains, draws = left.shape[:2]
     a, b = (spread_columns(block) for block in (left, right))
     pairs = min(a.shape[2], b.shape[2])
     products = a[:, :, :pairs] * b[:, :, :pairs]
     longest = max(autocorrelation_time(series) for series in (a, b, products))
-    return draws if math.isnan(longest) else min(draws, math.ceil(AUTOCORRELATION_TIMES * longest))
+    if math.isnan(longest):
+        return draws
+    return min(draws, math.ceil(max(AUTOCORRELATION_TIMES * longest, chains * draws / most)))
 
 
 def spread_columns(block: Float[Tensor, "chain draw column"]) -> Float[np.ndarray, "chain draw column"]:
