@@ -15,25 +15,16 @@ import yaml
 from torch import Tensor, nn
 
 import jostle
-from jostle import calibration
+from jostle import calibration, probing
 from jostle.asking import requests
-from jostle.calibration import (
-    Probe,
-    _noise,
-    calibrate,
-    largest_curvature,
-    localization_for,
-    longest_step,
-    measured_rises,
-    memory,
-    standard_error,
-)
+from jostle.calibration import calibrate, localization_for, longest_step, memory
 from jostle.chains import progress
 from jostle.data.datasets import Data
 from jostle.diagnose.measures import memory_in_steps
 from jostle.models.functional import FunctionalModel
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Potential
+from jostle.probing import Probe, largest_curvature, measured_rises, noise, standard_error
 from reference import LinearGaussian
 from test_commands import jostle_command
 
@@ -101,9 +92,9 @@ def test_the_chosen_rise_is_found_whatever_the_order_of_the_loss(order: float, m
     model, trials = nn.Linear(200, 1, bias=False).double(), []
     nn.init.zeros_(model.weight)
     probe = probe_of(model, torch.zeros(2, 1), lambda model, batch: model.weight.abs().pow(order).sum().expand(2))
-    measure = calibration.measured_rises
+    measure = probing.measured_rises
     monkeypatch.setattr(
-        calibration, "measured_rises", lambda *given, **named: trials.append(given) or measure(*given, **named)
+        probing, "measured_rises", lambda *given, **named: trials.append(given) or measure(*given, **named)
     )
     localization, rises = localization_for(probe, 0.2)
     assert rises.mean() == pytest.approx(0.2, rel=0.03)
@@ -251,7 +242,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     """Twice interrupted: while the rise is sought, and in the pilot."""
     problem, passes, interrupted_in = linear(), 0, ""
     settings: Any = {"loss": REGRESSION, "rise": 0.2, "batch_size": 25, "progress": False}
-    measured = calibration.Measured.__call__
+    measured = probing.Measured.__call__
 
     def interruptible(self: Any, name: str, measure: Any) -> Any:
         if interrupted_in and re.match(interrupted_in, name):
@@ -266,7 +257,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 
         return wrapped
 
-    monkeypatch.setattr(calibration.Measured, "__call__", interruptible)
+    monkeypatch.setattr(probing.Measured, "__call__", interruptible)
     for place, name in ((Probe, "mean_loss"), (Probe, "gradient"), (calibration, "_pilot")):
         monkeypatch.setattr(place, name, counting(getattr(place, name)))
     whole = calibrate(problem.model(), problem.data, **settings)
@@ -344,8 +335,8 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_noise_of_a_seed_is_always_the_same() -> None:
     problem = linear()
     model = FunctionalModel(problem.model(), MovingWeights(problem.model(), "all"))
-    assert torch.equal(_noise(model, 3, 1), _noise(model, 3, 1))
-    assert not torch.equal(_noise(model, 3, 1), _noise(model, 4, 1))
+    assert torch.equal(noise(model, 3, 1), noise(model, 3, 1))
+    assert not torch.equal(noise(model, 3, 1), noise(model, 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -444,8 +435,8 @@ def test_a_run_that_was_interrupted_before_it_began(
         assert jostle_command("run", out, *command).exit_code == 75
     assert [path.name for path in out.iterdir()] == ["calibration.json"]
     with monkeypatch.context() as patched:
-        patched.setattr(calibration, "measured_rises", None)
-        patched.setattr(calibration, "largest_curvature", None)
+        patched.setattr(probing, "measured_rises", None)
+        patched.setattr(probing, "largest_curvature", None)
         patched.setattr(calibration, "_pilot", None)
         finished = jostle_command("run", out, *command)
         assert finished.exit_code == 0, finished.stderr

@@ -13,8 +13,8 @@ SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
     "_version", "errors", "presets", "ranks", "kernels", "losses", "data", "models", "posterior", "samplers", "config",
-    "scores", "estimate", "conditioning", "traces", "diagnose", "chains", "attributors", "viewer", "runs", "calibration",
-    "evaluate", "asking", "sweep", "demo", "cli", "__main__",
+    "scores", "estimate", "conditioning", "traces", "diagnose", "chains", "attributors", "viewer", "runs", "probing",
+    "calibration", "evaluate", "asking", "sweep", "demo", "cli", "__main__",
 ]  # fmt: skip
 """Along the flow of data: what is in a file or folder imports only from those before it."""
 

@@ -13,40 +13,43 @@ and tries them in a short pilot; a step from which chains diverge is halved.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import math
 import numbers
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float
-from scipy.linalg import eigh_tridiagonal
-from torch import Tensor, nn
+from torch import nn
 
 from jostle import ranks
 from jostle._version import __version__
-from jostle.chains import randomness
 from jostle.chains.progress import telling
 from jostle.config import Precision, describe, require_whole
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
-from jostle.models.functional import FunctionalModel, eval_mode, sample_means
+from jostle.models.functional import eval_mode
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.posterior import Posterior
 from jostle.presets import KAPPA, RISE
-from jostle.runs.layout import writing
+from jostle.probing import (
+    PROBED_EXAMPLES,
+    Curvature,
+    Measured,
+    Probe,
+    in_float32,
+    kept_curvature,
+    kept_rises,
+    noise,
+    standard_error,
+)
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
     BAOAB,
@@ -58,10 +61,6 @@ from jostle.samplers import (
     Sampler,
 )
 from jostle.samplers.protocol import require_positive
-from jostle.traces.tensor_files import replace_file
-
-PROBED_EXAMPLES = 256
-"""Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""
 
 PERTURBATIONS = (4, 16, 64)
 """The rise is averaged over so many Gaussian perturbations, each with its mirror image: over more of them where its
@@ -73,12 +72,6 @@ how often to try."""
 
 WIDEST = 30.0
 """Perturbations that are so many times the weights' own size and still do not raise the loss never will."""
-
-NUDGE = 1e-3
-"""Gradients are differenced over a distance that costs about so many nats along the steepest direction: far above
-rounding, and well within the quadratic neighbourhood."""
-
-CURVATURE_TOLERANCE, MOST_LANCZOS = 0.01, 40
 
 TOO_WIDE = 0.1
 """SGLD's variance at a step of this share of the stable limit is 1/(1 − share) of what it should be."""
@@ -106,14 +99,6 @@ class Choice:
     name: str
     value: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Curvature:
-    """λmax of a Hessian, and how far from an eigenvalue it may be."""
-
-    largest: float
-    residual: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,167 +139,6 @@ class Calibration:
         }
 
 
-class Measured:
-    """What has been measured so far, kept in a file: a calibration that was interrupted does not begin again.
-
-    A file about something else is written over.
-    """
-
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self._path, self._about = path, dict(about)
-        try:
-            there = json.loads(path.read_text())
-            self._known: dict[str, Any] = there["measured"] if there["about"] == self._about else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            self._known = {}
-
-    def __call__(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return what was measured under this name, or measure it."""
-        if name not in self._known:
-            self._known[name] = measure()
-            with writing(self._path.parent, lock=False):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, json.dumps({"about": self._about, "measured": self._known}, indent=1))
-        return self._known[name]
-
-
-class Probe:
-    """The mean loss over a part of the data, and its gradient, as functions of the moving weights.
-
-    Attributes:
-        examples: how many they are.
-        doing: what it is asked for, in words, for whoever waits.
-    """
-
-    def __init__(
-        self,
-        model: FunctionalModel,
-        loss: Loss,
-        data: Data,
-        batch_size: int,
-        most: int,
-        tell: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        chosen = np.asarray(data.spread(most))
-        self.model, self.examples, self.doing = model, len(chosen), "the mean loss at w*"
-        self.measured: Callable[[str, Callable[[], Any]], Any] = lambda name, measure: measure()
-        self._loss, self._data, self._tell, self._passes = loss, data, tell, 0
-        self._batches = np.array_split(chosen, math.ceil(len(chosen) / batch_size))
-
-    def _parts(self) -> Iterator[np.ndarray]:
-        """The batches of one pass."""
-        self._passes += 1
-        for chosen in self._batches:
-            self._tell(f"{self.doing}, pass {self._passes:,}")
-            yield chosen
-
-    @cached_property
-    def at_center(self) -> float:
-        """L̄(w*)."""
-        return self.mean_loss(self.model.moving.center)
-
-    @torch.no_grad()
-    def mean_loss(self, weights: Float[Tensor, " weight"]) -> float:
-        """L̄(w)."""
-        total = 0.0
-        for chosen in self._parts():
-            batch = self._data.batch(chosen)
-            losses = self.model.evaluate(self._loss, weights[None], batch)[0]
-            total += sample_means(losses, self._loss, batch).double().sum().item()
-        return total / self.examples
-
-    def gradient(self, weights: Float[Tensor, " weight"]) -> Float[Tensor, " weight"]:
-        """∇L̄(w)."""
-        total = torch.zeros_like(weights)
-        for chosen in self._parts():
-            part = self.model.mean_loss_gradient(self._loss, weights[None], self._data, [chosen])[0]
-            total += len(chosen) / self.examples * part
-        return total
-
-    def hessian_times(
-        self, weights: Float[Tensor, " weight"], direction: Float[Tensor, " weight"], distance: float
-    ) -> Float[Tensor, " weight"]:
-        """Hv = (∇L̄(w + hv) − ∇L̄(w − hv))/2h: no second derivative is asked of the model.
-
-        Many fast kernels (attention, our own cross-entropy) have none.
-        """
-        for _ in range(20):
-            ahead = self.gradient(weights + distance * direction)
-            difference = (ahead - self.gradient(weights - distance * direction)) / (2 * distance)
-            if torch.isfinite(difference).all():
-                return difference
-            distance /= 4
-        raise InputError(
-            "curvature", got="gradients that are not finite beside w*", expected="a loss that is smooth around w*"
-        )
-
-
-def largest_curvature(probe: Probe, weights: Float[Tensor, " weight"], *, seed: int = 0) -> Curvature:
-    """λmax of the Hessian of the mean loss, by Lanczos iteration on Hessian-vector products.
-
-    A few power iterations first find how far apart gradients are to be taken: √(2·NUDGE/λ).
-
-    Reference: Lanczos, *An iteration method for the solution of the eigenvalue problem*, 1950; without
-    reorthogonalization, which the end of a spectrum does not need.
-    """
-    probe.doing = asked = "seeking the largest curvature"
-    direction = _noise(probe.model, seed, 0)
-    distance = 1e-3 * (weights.norm().item() or math.sqrt(len(weights)))
-    for _ in range(3):
-        direction = direction / direction.norm()
-        image = probe.hessian_times(weights, direction, distance)
-        size = image.norm().item()
-        if not size:
-            return Curvature(0.0, 0.0)
-        distance, direction = math.sqrt(2 * NUDGE / size), image
-    direction, before, beta = direction / direction.norm(), torch.zeros_like(direction), 0.0
-    alphas: list[float] = []
-    betas: list[float] = []
-    while True:
-        image = probe.hessian_times(weights, direction, distance) - beta * before
-        alphas.append(torch.dot(image, direction).item())
-        image -= alphas[-1] * direction
-        beta = image.norm().item()
-        values, vectors = eigh_tridiagonal(np.array(alphas), np.array(betas))
-        largest, residual = float(values[-1]), beta * abs(float(vectors[-1, -1]))
-        probe.doing = f"{asked}: {largest:.3g} so far"
-        scale = max(abs(values[0]), abs(values[-1]))
-        done = residual <= CURVATURE_TOLERANCE * largest or beta <= 1e-5 * scale
-        if done or len(alphas) in (MOST_LANCZOS, len(weights)):
-            return Curvature(largest, residual)
-        distance = math.sqrt(2 * NUDGE / scale)
-        betas.append(beta)
-        before, direction = direction, image / beta
-
-
-def _kept_curvature(probe: Probe, where: str, weights: Float[Tensor, " weight"], seed: int) -> Curvature:
-    """Measured now or before."""
-    found = probe.measured(
-        f"curvature {where}", lambda: dataclasses.asdict(largest_curvature(probe, weights, seed=seed))
-    )
-    return Curvature(**found)
-
-
-def _noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " weight"]:
-    """Standard normal numbers for every moving weight, the same whenever they are asked for."""
-    moving = model.moving
-    values = torch.empty_like(moving.center)
-    for part, block in randomness.noise(seed, [number], 0, moving, model.device):
-        values[part] = block[0]
-    return values
-
-
-def measured_rises(probe: Probe, localization: float, *, seed: int = 0, count: int = PERTURBATIONS[0]) -> np.ndarray:
-    """L̄(w* + ξ/√γ) − L̄(w*), each the mean over ξ and −ξ, so that nothing of the gradient at w* is in it."""
-    center = probe.model.moving.center
-    rises = []
-    for number in range(count):
-        jolt = _noise(probe.model, seed, number + 1) / math.sqrt(localization)
-        both = [probe.mean_loss(center + sign * jolt) for sign in (1, -1)]
-        rises.append(sum(both) / 2 - probe.at_center)
-    return np.array(rises)
-
-
 def localization_for(probe: Probe, rise: float, *, seed: int = 0) -> tuple[float, np.ndarray]:
     """The localization at which Gaussian perturbations raise the mean loss by so many nats, and the rises it gives.
 
@@ -336,7 +160,7 @@ def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, 
     (lower, low), (upper, high) = (0.0, 0.0), (math.inf, math.inf)
     probe.doing = asked = f"seeking a rise of {rise:g}"
     while len(tried) < MOST_TRIALS and lower < upper / (1 + 1e-4):
-        rises = tried[scale] = _kept_rises(probe, scale**-2, seed, count)
+        rises = tried[scale] = kept_rises(probe, scale**-2, seed, count)
         mean = float(rises.mean()) if np.isfinite(rises).all() else math.inf
         probe.doing = f"{asked}: {mean:.3g} at localization {scale**-2:.3g}"
         if abs(mean / rise - 1) <= RISE_TOLERANCE:
@@ -361,17 +185,6 @@ def _search(probe: Probe, rise: float, scale: float, typical: float, seed: int, 
             scale *= min(10.0, max(0.1, math.sqrt(rise / max(mean, 1e-30))))
     best = min(tried, key=lambda one: abs(_finite(tried[one].mean()) - rise))
     return best, tried[best]
-
-
-def _kept_rises(probe: Probe, localization: float, seed: int, count: int) -> np.ndarray:
-    """Measured now or before."""
-    name = f"rises at localization {localization!r}, {count} perturbations"
-    return np.array(probe.measured(name, lambda: measured_rises(probe, localization, seed=seed, count=count).tolist()))
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of their mean."""
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def _finite(value: float) -> float:
@@ -488,7 +301,7 @@ def calibrate(
         chosen.append(Choice(name, value if isinstance(value, str) else f"{value:.4g}", reason))
         say(f"{name} {chosen[-1].value}: {reason}")
 
-    measured_on = _in_float32(model)
+    measured_on = in_float32(model)
     moving = MovingWeights(measured_on, weights)
     with eval_mode(measured_on), InPlace(measured_on, moving) as in_place, telling(progress) as tell:
         device = next(measured_on.parameters()).device
@@ -516,16 +329,14 @@ def calibrate(
             reason = f"Gaussian perturbations of this precision raise the mean loss of {probe.at_center:.3g} by"
         else:
             probe.doing = f"the rise at localization {localization:.3g}"
-            rises, reason = (
-                _kept_rises(probe, localization, seed, PERTURBATIONS[1]),
-                "given; it raises the mean loss by",
-            )
+            rises = kept_rises(probe, localization, seed, PERTURBATIONS[1])
+            reason = "given; it raises the mean loss by"
         found = float(rises.mean())
         error = standard_error(rises)
         note("localization", localization, f"{reason} {found:.3g} ± {error:.1g} nats ({probe.examples} examples)")
-        curvature = _kept_curvature(probe, "at w*", moving.center, seed)
-        jolted = moving.center + _noise(in_place, seed, 1) / math.sqrt(localization)
-        nearby = _kept_curvature(probe, f"at localization {localization!r}", jolted, seed).largest
+        curvature = kept_curvature(probe, "at w*", moving.center, seed)
+        jolted = moving.center + noise(in_place, seed, 1) / math.sqrt(localization)
+        nearby = kept_curvature(probe, f"at localization {localization!r}", jolted, seed).largest
         steepest = max(curvature.largest, nearby)
         note(
             "curvature",
@@ -619,12 +430,6 @@ def _lengths(sampler: Sampler, pull: float) -> tuple[int, int]:
     """Burn-in and steps between draws."""
     forgets = math.ceil(memory(sampler, pull))
     return (1, 1) if isinstance(sampler, Gaussian) else (MEMORIES_OF_BURN_IN * forgets, forgets)
-
-
-def _in_float32(model: nn.Module) -> nn.Module:
-    """The model, or a copy of it in float32: differences of bfloat16 gradients are rounding and little else."""
-    narrow = any(value.dtype in (torch.bfloat16, torch.float16) for value in model.parameters())
-    return copy.deepcopy(model).float() if narrow else model
 
 
 def _pilot(
