@@ -312,6 +312,17 @@ def test_scores_that_cannot_be_relied_on_say_so_everywhere(tmp_path: Path, page:
         page.wait_for_selector(f".health-view[data-ready] .verdict.{level}")
 
 
+def test_the_page_says_which_kappa_the_draws_support(texts: Path, page: Any) -> None:
+    found = Run(texts).diagnostics()
+    with served(texts) as address:
+        page.goto(address + "#view=health")
+        row = page.locator("tr:has-text('Supported κ')")
+        assert row.locator("td").nth(0).inner_text() == f"{found['kappa']:g}"
+        supports = re.findall(r"(\d+): (\d\.\d\d)", row.locator("td").nth(1).inner_text())
+    assert dict(supports) == {kappa: f"{support:.2f}" for kappa, support in found["kappa_support"].items()}
+    assert found["kappa_support"]["1"] > 0
+
+
 def test_a_damaged_run_says_so_on_the_page(tmp_path: Path, page: Any) -> None:
     run = token_run(tmp_path / "run")
     (run / "manifest.json").write_text('{"format": 2}')

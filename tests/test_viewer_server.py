@@ -26,7 +26,7 @@ from jostle.scores import Scores
 from jostle.traces.store import Traces
 from jostle.traces.tensor_files import write_tensors
 from jostle.viewer import server
-from jostle.viewer.reading import _rectangle
+from jostle.viewer.reading import _rectangle, finite
 from viewing import answers_for, token_run, words, write_run
 
 LOCAL = "http://127.0.0.1"
@@ -168,8 +168,8 @@ def test_the_map_keeps_what_moves_together_together(tmp_path: Path) -> None:
 def test_health_is_the_runs_own_verdict(place: Path, client: TestClient) -> None:
     told = client.get("/api/health", params={"run": 0}).json()
     expected = jostle.load(place / "texts").diagnostics()
-    assert told["diagnostics"]["verdict"] == expected["verdict"]
-    assert told["diagnostics"]["effective_draws"] == pytest.approx(expected["effective_draws"])
+    assert expected["kappa_support"].keys() == {"10", "3", "1"}
+    assert told["diagnostics"] == finite(expected)
     assert told["progress"] is None
     means = np.array(told["curves"]["mean_loss"])
     columns, train = losses(place / "texts", "train")

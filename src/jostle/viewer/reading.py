@@ -343,18 +343,13 @@ class Reading:
     @cached_property
     def diagnostics(self) -> dict[str, Any] | None:
         """The verdict and what it rests on; of the draws so far where there are more to come."""
-        if self.complete:
-            with in_words("the diagnostics cannot be computed"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if not self.has_traces:
-                    return self.run.diagnostics()
-                config = self.run.config | {"draws": self.draws}
-                return diagnose(config, self.run.manifest, self.sample if len(self.chains) else None)
-        if self.sample is None or self.draws < FEWEST_DRAWS:
+        if not self.complete and (self.sample is None or self.draws < FEWEST_DRAWS):
             return None
-        so_far = {**self.run.config, "chains": len(self.chains), "draws": self.draws}
         with in_words("the diagnostics cannot be computed"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if self.complete:
+                return self.run.diagnostics()
+            so_far = {**self.run.config, "chains": len(self.chains), "draws": self.draws}
             return diagnose(so_far, self.run.manifest, self.sample)
 
 

@@ -137,6 +137,10 @@ function numbers({ diagnostics: found }) {
   if (found.drift?.standard_errors) row("Drift of the mean loss", `${compact(found.drift.change)} nats`, `${found.drift.standard_errors.toFixed(1)} standard errors`);
   const coefficient = found.local_learning_coefficient;
   if (coefficient?.value) row("Local learning coefficient", compact(coefficient.value), coefficient.standard_error ? `± ${compact(coefficient.standard_error)}` : "");
+  if (found.kappa_support) {
+    const each = Object.entries(found.kappa_support).map(([kappa, support]) => `${kappa}: ${support.toFixed(2)}`).join(", ");
+    row("Supported κ", compact(found.kappa), `support of ${each}; --kappa auto reads there, and this page as it was sampled`);
+  }
   return table("What it rests on", rows);
 }
 
