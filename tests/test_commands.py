@@ -9,9 +9,12 @@ import logging
 import re
 import shlex
 import shutil
+import socketserver
+import threading
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -417,6 +420,44 @@ def test_a_hub_id_is_asked_of_the_hub(name: str, place: Path, monkeypatch: pytes
     said = jostle_command("run", "x", *sources(place), "--model", name).stderr
     assert "could not be loaded (AskedError: asked)" in said
     assert ("there is model" in said) == (name == "modle")
+
+
+@pytest.mark.parametrize("downloaded", [False, True])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    downloaded: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading alone would ask six times for each file, with pauses between; what was downloaded before is used."""
+    if downloaded:
+        files = tmp_path / "models--somebody--model"
+        shutil.copytree(place / "model", files / "snapshots" / "abc")
+        (files / "refs").mkdir()
+        (files / "refs" / "main").write_text("abc")
+    asked = []
+
+    class HangUp(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.request.recv(1_000).split(b" HTTP")[0].decode())
+
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socketserver.TCPServer(("127.0.0.1", 0), HangUp) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{hub.server_address[1]}"
+        changed = {
+            "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "ENDPOINT": address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        }  # fmt: skip
+        for name, value in changed.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        given = ["--model", "somebody/model", *SMALL, "--dry-run"]
+        result = jostle_command("run", tmp_path / "out", *sources(place), *given)
+        hub.shutdown()
+        thread.join()
+    # Besides, the hub's library may ask for something of its own.
+    assert [one for one in asked if "somebody" in one] == ["HEAD /somebody/model/resolve/main/config.json"]
+    assert result.exit_code == (0 if downloaded else 2), result.stderr
+    missing = "jostle: model: got somebody/model, which is neither here nor downloaded, and the hub does not answer, "
+    assert result.stderr.startswith(missing) != downloaded
 
 
 def test_what_a_repeated_run_adds_is_said(place: Path, tmp_path: Path) -> None:

@@ -133,13 +133,14 @@ def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, boo
     # bfloat16 is what GPUs are fast in; on a CPU without native support it is over a hundred times slower than float32.
     dtype = torch.bfloat16 if place.startswith("cuda") else torch.float32
     adapter = Path(name) / "adapter_config.json"
+    files = _files(name)
     try:
         if adapter.is_file():
             network = _load_adapter(name, dtype)
         else:
             auto: Any = transformers.AutoModelForCausalLM
-            network = auto.from_pretrained(name, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            network = auto.from_pretrained(files, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(files)
     except InputError:
         raise
     except Exception as error:  # files, formats and the network fail in many ways
@@ -153,6 +154,32 @@ def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, boo
         require_room(network, torch.device(place))
         network = network.to(place)
     return network, tokenizer, adapter.is_file()
+
+
+def _files(name: str) -> str:
+    """Where to load from: the name itself or, where the hub does not answer, what was downloaded before.
+
+    The hub is asked once here; loading would ask six times for each file, and for a minute, before it gave up.
+    """
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url, snapshot_download
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return name
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (errors.HfHubHTTPError, errors.HFValidationError):  # no such model, or name: loading says so in words
+        return name
+    except Exception as error:  # networks fail in many ways
+        try:
+            return snapshot_download(name, local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            raise InputError(
+                "model",
+                got=f"{name}, which is neither here nor downloaded, and the hub does not answer",
+                expected=EXPECTED_MODEL,
+                fix=_nearest(name) or "without a network, download the model and pass its directory",
+            ) from error
+    return name
 
 
 def _load_adapter(name: str, dtype: torch.dtype) -> Any:
