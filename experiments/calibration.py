@@ -29,7 +29,7 @@ from torch import nn
 import jostle
 from experiments import resolution
 from experiments.resolution import Problem, Trainer
-from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
+from experiments.retraining import Budget, Record, measure_each
 from jostle.asking import requests
 from jostle.attributors import gradient_similarity
 from jostle.data.datasets import Data
@@ -258,27 +258,11 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Calibration from a cold start against a full sweep.")
-    parser.add_argument("--only", default=",".join(PROBLEMS), help="diabetes,digits,characters")
-    parser.add_argument("--work", type=Path, required=True, help="banks and sweeps")
-    parser.add_argument("--record", type=Path, default=RECORDS / "calibration.json")
-    parser.add_argument("--figure", type=Path, help="draw what the record has")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    budget = Budget(arguments.minutes)
     about = {"grid": GRID, "chains": CHAINS, "draws": DRAWS, "thin": THIN, "burn_in": BURN_IN, "subsets": SUBSETS}
-    record = Record(arguments.record, about)
-    try:
-        for name in filter(None, arguments.only.split(",")):
-            measure(name, arguments.work, record, budget)
-        status = "complete"
-    except OutOfTimeError:
-        status = "out of time; the same command goes on"
-    record.write()
-    if arguments.figure:
-        draw(record.content["measured"], arguments.figure)
-    print(status, flush=True)
+    parser = argparse.ArgumentParser(description="Calibration from a cold start against a full sweep.")
+    measure_each(
+        parser, "calibration", PROBLEMS, about, lambda name, given, *kept: measure(name, given.work, *kept), draw
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import jostle
 from experiments import cifar10_retraining, reading, resolution
 from experiments.kept import mean_losses
 from experiments.resolution import SUBSETS, halves, lds_over_queries, model_at
-from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
+from experiments.retraining import Budget, Record, measure_each
 from jostle.attributors import ekfac, gradient_similarity
 from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
 from jostle.data.datasets import Data
@@ -402,26 +402,14 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="LDS and agreement of halves at several κ, after parts of the draws.")
-    parser.add_argument("--only", default=",".join(SUBJECTS))
-    parser.add_argument("--work", type=Path, required=True, help="banks of retrainings, and draws")
-    parser.add_argument("--record", type=Path, default=RECORDS / "holding.json")
     parser.add_argument("--data", type=Path, help="CIFAR-10's binary batches, for the model of them")
     parser.add_argument("--draws", type=int, default=PARTS[-1])
-    parser.add_argument("--figure", type=Path, help="draw what the record has")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    record, budget = Record(arguments.record, {"chains": CHAINS, "rise": RISE}), Budget(arguments.minutes)
-    try:
-        for name in filter(None, arguments.only.split(",")):
-            measure(name, arguments.work, record, budget, draws=arguments.draws, data=arguments.data)
-    except OutOfTimeError:
-        print("out of time; the same command goes on", flush=True)
-    measured = {name: record.content["measured"][name] for name in SUBJECTS if name in record.content["measured"]}
+    measured = measure_each(
+        parser, "holding", SUBJECTS, {"chains": CHAINS, "rise": RISE},
+        lambda name, given, *kept: measure(name, given.work, *kept, draws=given.draws, data=given.data), draw,
+    )  # fmt: skip
     for kind in ("covariance", "correlation"):
         print(f"\n{markdown(measured, kind)}\n\n{summary(measured, kind)}", flush=True)
-    if arguments.figure:
-        draw(measured, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
 
 import jostle
 from experiments import calibration, resolution, samplers
 from experiments.kept import mean_losses
 from experiments.resolution import Problem, Trainer, halves, lds_over_queries
-from experiments.retraining import RECORDS, Budget, OutOfTimeError, Record
+from experiments.retraining import Budget, Record, measure_each
 from jostle.attributors import ekfac, gradient_similarity
 from jostle.conditioning import Conditioned, Moves
 from jostle.data.datasets import Data
@@ -230,28 +229,17 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="LDS of the same draws, read at several n_beta.")
-    parser.add_argument("--only", default=",".join(CASES))
-    parser.add_argument("--work", type=Path, required=True, help="banks of retrainings")
-    parser.add_argument("--record", type=Path, default=RECORDS / "reading.json")
-    parser.add_argument("--figure", type=Path, help="draw what the record has")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
     parser.add_argument("--longer", type=int, metavar="N", help="instead: one run of N draws, read after parts of them")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    record, budget = Record(arguments.record, {"chains": CHAINS, "draws": DRAWS}), Budget(arguments.minutes)
-    try:
-        for name in filter(None, arguments.only.split(",")):
-            if arguments.longer:
-                measure_longer(name, arguments.work, record, budget, arguments.longer)
-            else:
-                measure(name, arguments.work, record, budget)
-    except OutOfTimeError:
-        print("out of time; the same command goes on", flush=True)
-    measured = {name: record.content["measured"][name] for name in CASES if name in record.content["measured"]}
+
+    def measure_one(name: str, given: argparse.Namespace, record: Record, budget: Budget) -> None:
+        if given.longer:
+            measure_longer(name, given.work, record, budget, given.longer)
+        else:
+            measure(name, given.work, record, budget)
+
+    measured = measure_each(parser, "reading", CASES, {"chains": CHAINS, "draws": DRAWS}, measure_one, draw)
     for kind in ("covariance", "correlation"):
         print(f"\n{markdown(measured, kind)}", flush=True)
-    if arguments.figure:
-        draw(measured, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -574,6 +574,35 @@ def conduct(
     record.write()
     print(status, flush=True)
     return record.content
+
+
+def measure_each(
+    parser: argparse.ArgumentParser,
+    experiment: str,
+    names: Collection[str],
+    about: Mapping[str, Any],
+    measure: Callable[[str, argparse.Namespace, Record, Budget], None],
+    draw: Callable[[Mapping[str, Any], Path], None],
+) -> dict[str, Any]:
+    """Measure small models, one after another, until all is done or the time is over; returns what the record holds."""
+    parser.add_argument("--only", default=",".join(names))
+    parser.add_argument("--work", type=Path, required=True, help="banks, sweeps and draws; called again it goes on")
+    parser.add_argument("--record", type=Path, default=RECORDS / f"{experiment}.json")
+    parser.add_argument("--figure", type=Path, help="draw what the record has")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop cleanly after so long")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record, budget = Record(arguments.record, about), Budget(arguments.minutes)
+    try:
+        for name in filter(None, arguments.only.split(",")):
+            measure(name, arguments, record, budget)
+        print("complete", flush=True)
+    except OutOfTimeError:
+        print("out of time; the same command goes on", flush=True)
+    measured = {name: record.content["measured"][name] for name in names if name in record.content["measured"]}
+    if arguments.figure:
+        draw(measured, arguments.figure)
+    return measured
 
 
 def _buffer_bytes() -> int:
