@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
+from torch._dynamo.utils import counters
 
 import jostle
 from architectures import CONFIGURATIONS, tiny
@@ -31,6 +32,7 @@ def assert_the_same(
 ) -> None:
     """Compare losses and gradients in place with the plain function's, at several weights and minibatches."""
     torch._dynamo.reset()
+    counters.clear()
     model = tiny(name, ATTENTION.get(name, "sdpa")).to(device)
     loss = jostle.losses.next_token()
     generator = np.random.default_rng(0)
@@ -66,6 +68,7 @@ def assert_the_same(
             ):
                 assert (one - two).norm() <= 2e-5 * two.norm()
         assert not replay or name in ATTENTION or fast.replayed > 0
+        assert not backend or counters["stats"]["unique_graphs"] > 0
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert required == [parameter.requires_grad for parameter in model.parameters()]
