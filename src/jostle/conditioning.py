@@ -277,7 +277,7 @@ def jackknife_error(
     width = max(1, BUFFER_BYTES // (32 * len(chains) * train.shape[1] * getattr(train, "read_per_column", 1)))
     first, second = (next(column_blocks(trace, chains, width))[1] for trace in (left, right))
     draws = train.shape[1]
-    length = length_of_batch(first, second, MOST_BATCHES)
+    length = length_of_batch(first, second, most=MOST_BATCHES)
     batches = Batches(len(chains), draws, length, "pooled", together=2 if mirrored else 1)
     total = np.zeros((left.shape[2], right.shape[2]))
     squares = np.zeros_like(total)

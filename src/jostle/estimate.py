@@ -333,7 +333,7 @@ class Batches:
 
 
 def length_of_batch(
-    left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"], most: int = ENOUGH_BATCHES
+    left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"], *, most: int = ENOUGH_BATCHES
 ) -> int:
     """Several autocorrelation times of the slower losses, and of the products that a covariance averages.
 
