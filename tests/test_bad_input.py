@@ -53,6 +53,19 @@ class BatchMean(nn.Module):
         return self.out(inputs - inputs.mean(0))
 
 
+class HalfSampler:
+    """Has not all that a sampler has."""
+
+    def init(self, weights: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def step(self, weights: Tensor, *others: Any, burning_in: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        return weights, {}
+
+    def check(self, potential: Any, *, burn_in: int) -> None:
+        pass
+
+
 class AlwaysDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,6 +178,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "detached loss": (lambda: {"loss": detached}, r"^gradient of the loss on train: got element 0 of tensors does not"),
     "state dict": (lambda: {"model": model().state_dict()}, r"^model: got a OrderedDict, expected an instance of torch"),
     "sampler class": (lambda: {"sampler": S}, r"^sampler: got the class SGLD, expected an update rule such as"),
+    "sampler without all of it": (lambda: {"sampler": HalfSampler()}, r"^sampler: got a HalfSampler, expected an update"),
+    "minutes and sums": (
+        lambda: {"keep": "covariance", "minutes": 1}, r"^minutes: got keep='covariance', expected keep='traces'"
+    ),
     "sampler number": (lambda: {"sampler": 1e-3}, r"^sampler: got a float, expected an update rule such as"),
     "posterior dict": (lambda: {"posterior": {"n_beta": 1}}, r"^posterior: got a dict, expected a jostle\.Posterior$"),
     "loader": (lambda: {"train": DataLoader(TensorDataset(X, Y))}, r"^train: got a DataLoader, .*; pass loader\.dataset$"),
@@ -176,6 +193,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "observable thrown away": (
         lambda: {"observables": {"b": lambda m: m[0].bias}, "keep": "covariance"},
         r"^observables: got keep='covariance', which keeps nothing but train × query, expected keep='traces'$",
+    ),
+    "whole observable": (
+        lambda: {"observables": {"x": lambda m: (m[0].bias > 0).long()}}, r"^observable 'x': got values of torch\.int64"
     ),
     "observable": (lambda: {"observables": {"x": lambda m: m[0].weight}}, r"^observable 'x': got shape \(4, 3\)"),
 }  # fmt: skip
@@ -324,6 +344,12 @@ def test_all_chains_failed_and_loaded_again(tmp_path: Path) -> None:
             )  # fmt: skip
         with pytest.raises(ChainsFailedError, match=r"^all 4 chains failed: this run has no scores$"):
             jostle.load(tmp_path / keep).influence()
+    with pytest.raises(ChainsFailedError):
+        jostle.attribute(
+            model(), (X, Y), (X, Y), draws=200, until={"ess": 1e6}, out=tmp_path / "early", progress=False,
+            sampler=S(step_size=1e30), posterior=P(n_beta=1e20, localization=1e-31),
+        )  # fmt: skip
+    assert (jostle.load(tmp_path / "early").stopped or "").endswith("ess unknown of 1e+06, no chain is left")
 
 
 @pytest.mark.parametrize(
@@ -368,6 +394,20 @@ def test_questions_a_run_cannot_answer() -> None:
         small.influence(standard_error=True)
     with pytest.raises(jostle.InputError, match=r"keep='covariance'"):
         _ = small.traces
+    with pytest.raises(jostle.InputError, match=r"^centering: got 'chain', expected 'pooled' or 'within'"):
+        small.influence(centering="chain")  # type: ignore[arg-type]
+
+
+def test_a_run_without_queries(tmp_path: Path) -> None:
+    given = {"draws": 3, "out": tmp_path / "run", "observables": {"bias": lambda m: m[0].bias}, "progress": False}
+    run = jostle.attribute(model(), (X, Y), None, **given)
+    for ask in (run.influence, lambda: run.token_influence(0, 0)):
+        with pytest.raises(
+            jostle.InputError, match=r"^query: got a run without a query set, expected one; pass on=NAME"
+        ):
+            ask()
+    with pytest.raises(jostle.InputError, match=r"^out: got .*, a run whose query has fingerprint None"):
+        jostle.attribute(model(), (X, Y), (X, Y), **given)
 
 
 def test_exact_influence_refuses_what_it_cannot_do() -> None:

@@ -213,6 +213,34 @@ def test_a_loss_that_never_moves_correlates_with_nothing() -> None:
         assert np.abs(values[0, 0]) > 0.1
 
 
+def test_a_loss_that_moves_by_rounding_alone_moves_with_nothing() -> None:
+    """In its traces, and in sums that were made of them; also one that was not there at w*."""
+    right = np.random.default_rng(0).normal(size=(2, 50, 1)).astype(np.float32)
+    value = np.float32(2.3)
+    left = np.concatenate([np.where(right > 0, value, np.nextafter(value, np.float32(3))), right], axis=2)
+    assert estimate.covariance(left, right, normalize=True).values[0, 0] == 0
+    for center in (value, np.float32(0)):
+        stream = estimate.StreamingCovariance(torch.tensor([center, 0.0]), torch.zeros(1))
+        for chain in range(2):
+            for draw in range(50):
+                stream.update(chain, *(torch.from_numpy(side[chain, draw]) for side in (left, right)))
+            stream.finish(chain)
+        np.testing.assert_allclose(stream.estimate(normalize=True).values[:, 0], [0, 1], atol=1e-6)
+
+
+def test_chains_are_chosen_by_number_or_mask() -> None:
+    left, right = traces()
+    left[0] += 100
+    expected = estimate.covariance(left[1:], right[1:]).values
+    mask = np.arange(len(left)) > 0
+    for chains in (np.flatnonzero(mask), mask):
+        np.testing.assert_allclose(estimate.covariance(left, right, chains=chains).values, expected)
+    twice = np.array([1] * len(left))  # as many as there are, and not all of them
+    np.testing.assert_allclose(
+        estimate.covariance(left, right, chains=twice).values, estimate.covariance(left[twice], right[twice]).values
+    )
+
+
 def test_too_few_draws_to_leave_any_out() -> None:
     for chains, draws in ((1, 2), (2, 1)):
         left, right = traces(chains=chains, draws=draws)

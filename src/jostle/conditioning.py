@@ -25,6 +25,7 @@ Reference: Bishop, Etherton and Majumdar, *Adaptive sampling with the ensemble t
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -91,7 +92,7 @@ class Moves:
             raise InputError(
                 "kappa",
                 got=f"{self.draws} draws of {examples} training examples",
-                expected=f"two draws or more, and at most {MOST_MOVES:,} of one of both",
+                expected=f"two draws or more, of one of both at most {MOST_MOVES:,}, and draws × that {MOST_ENTRIES:,}",
                 fix="read without kappa",
             )
         self._chains: np.ndarray = chains
@@ -272,7 +273,8 @@ def jackknife_error(
     """The standard error of every entry, and its degrees of freedom; pooled.
 
     A jackknife over batches of consecutive draws, as that of `jostle.estimate.covariance`: without each of them the
-    losses are held anew. Batches are as long as the draws' autocorrelation asks for, and at most `MOST_BATCHES`.
+    losses are held anew. Batches are as long as the draws' autocorrelation asks for, and longer where these would be
+    more than `MOST_BATCHES`; each chain has one at least.
     """
     width = max(1, BUFFER_BYTES // (32 * len(chains) * train.shape[1] * getattr(train, "read_per_column", 1)))
     first, second = (next(column_blocks(trace, chains, width))[1] for trace in (left, right))
@@ -297,7 +299,7 @@ def check_kappa(kappa: Any) -> None:
     """Require what losses can be held with."""
     if isinstance(kappa, str) and kappa == "auto":
         return
-    if isinstance(kappa, bool) or not isinstance(kappa, int | float) or not (math.isfinite(kappa) and kappa >= 0):
+    if isinstance(kappa, bool) or not isinstance(kappa, numbers.Real) or not 0 <= float(kappa) < math.inf:
         raise InputError(
             "kappa",
             got=repr(kappa),

@@ -81,10 +81,11 @@ class Config:
             if name not in get_args(Criterion):
                 raise InputError("until", got=repr(name), expected=" or ".join(get_args(Criterion)))
             require_positive(f"until {name}", value)
-        if self.until and self.keep == "covariance":
-            raise InputError("until", got="keep='covariance'", expected="keep='traces', which effective draws need")
         if self.minutes is not None:
             require_positive("minutes", self.minutes)
+        if self.stops_early and self.keep == "covariance":  # sums of chains that may go on are not added up
+            name = "until" if self.until else "minutes"
+            raise InputError(name, got="keep='covariance'", expected="keep='traces', to stop early")
 
     @property
     def stops_early(self) -> bool:

@@ -113,7 +113,7 @@ def covariance(
         InputError: fewer than two draws, or traces of different chains and draws.
     """
     check_centering(centering)
-    kept = np.arange(left.shape[0]) if chains is None else np.asarray(chains)
+    kept = np.arange(left.shape[0])[slice(None) if chains is None else chains]
     if left.shape[:2] != right.shape[:2]:
         raise InputError("traces", got=f"{left.shape[:2]} and {right.shape[:2]}", expected="equal (chain, draw) shapes")
     draws = left.shape[1]
@@ -166,7 +166,7 @@ class Standardized:
 
     def __init__(self, trace: Trace, chains: np.ndarray | None = None, *, centering: Centering = "pooled") -> None:
         self._centering: Centering = centering
-        self._kept = np.arange(trace.shape[0]) if chains is None else np.asarray(chains)
+        self._kept = np.arange(trace.shape[0])[slice(None) if chains is None else chains]
         draws = len(self._kept) * trace.shape[1]
         # Columns by draws, so that a block of columns is one piece of memory.
         self._values = torch.empty(trace.shape[2], draws, dtype=torch.float32)
@@ -209,7 +209,7 @@ def check_centering(centering: str) -> None:
 
 def column_blocks(trace: Trace, chains: np.ndarray, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Read a trace a few columns at a time: (chain, draw, column)."""
-    every = len(chains) == trace.shape[0]
+    every = np.array_equal(chains, np.arange(trace.shape[0]))
     for start in range(0, trace.shape[2], width):
         block = slice(start, min(start + width, trace.shape[2]))
         values = np.asarray(trace[:, :, block])
@@ -397,7 +397,10 @@ class StreamingCovariance:
         self._pending: dict[int, list[tuple[Tensor, Tensor]]] = {}
         zeros = self._zeros()
         self.sums = (
-            zeros | {f"within_{name}": zeros[name].clone() for name in _CO_MOMENTS} | {"chains": torch.zeros(())}
+            zeros
+            | {f"within_{name}": zeros[name].clone() for name in _CO_MOMENTS}
+            | {f"{side}_center": center for side, center in self._centers.items()}
+            | {"chains": torch.zeros(())}
         )
 
     def _zeros(self) -> dict[str, Tensor]:
@@ -482,15 +485,27 @@ def _merge(into: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     into["draws"] += m
 
 
+def _moves(sums: dict[str, Tensor], side: str) -> Tensor:
+    """Which losses move by more than the rounding of their values."""
+    if f"{side}_center" not in sums:  # of a run from before it was kept
+        return torch.ones_like(sums[f"{side}_mean"])
+    rounding = torch.finfo(sums["products"].dtype).eps * (sums[f"{side}_center"] + sums[f"{side}_mean"])
+    return sums[f"{side}_squares"] > sums["draws"] * rounding.square()
+
+
 def covariance_from_sums(
     sums: dict[str, Tensor], *, centering: Centering = "pooled", normalize: bool = False
 ) -> Estimate:
     """Finish the estimate of `StreamingCovariance` from its sums."""
+    check_centering(centering)
     draws, chains = float(sums["draws"]), float(sums["chains"])
     freedom = draws - (1 if centering == "pooled" else chains)
     if freedom < 1:
         raise InputError("draws", got=int(draws), expected="at least two draws in finished chains", fix="raise draws")
     products, left, right = (sums[name if centering == "pooled" else f"within_{name}"] for name in _CO_MOMENTS)
+    # As in `around_mean`: a loss that moves by rounding alone moves with nothing.
+    moves = [_moves(sums, side).to(products.dtype) for side in ("left", "right")]
+    products = moves[0][:, None] * products * moves[1]
     values = _divide(products, left.to(products.dtype), right.to(products.dtype)) if normalize else products / freedom
     total = sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
     share = (1 - sums["within_left_squares"] / total).mean()

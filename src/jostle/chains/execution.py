@@ -43,7 +43,7 @@ TRIAL_JITTER = 0.01
 """By how much of themselves weights differ where ways are compared, so that chains that see others' are noticed."""
 
 LEAST_DRAWS = 60
-"""The same for so many draws: trying takes two of them in each of four ways."""
+"""Nor is a run on a CPU of fewer draws than this: trying takes two of them in each of four ways."""
 
 
 @dataclass

@@ -183,7 +183,7 @@ def prepare(
         for name, phi in functions.observables.items()
     }
     observers = {
-        name: Observer(in_place, loss, observed, batch_sizes[name]) for name, observed in data.observed.items()
+        name: Observer(in_place, loss, observed, batch_sizes.get(name)) for name, observed in data.observed.items()
     }
     at_center |= {f"loss on {name}": observer.center_losses for name, observer in observers.items()}
     if drives_otherwise:
@@ -254,7 +254,9 @@ def check_kinds(
             )
     if posterior is not None and not isinstance(posterior, Posterior):
         raise InputError("posterior", got=f"a {type(posterior).__name__}", expected="a jostle.Posterior")
-    if isinstance(sampler, type) or not all(hasattr(sampler or SGLD, name) for name in ("init", "step", "check")):
+    if isinstance(sampler, type) or not all(
+        hasattr(sampler or SGLD, name) for name in ("init", "step", "check", "remarks")
+    ):
         got = f"the class {sampler.__name__}" if isinstance(sampler, type) else f"a {type(sampler).__name__}"
         raise InputError("sampler", got=got, expected="an update rule such as jostle.SGLD(step_size=1e-5)")
 
@@ -312,10 +314,11 @@ def _most_at_once(config: Config, in_place: InPlace, observers: Mapping[str, Obs
 
 
 def _check_observable(name: str, value: Tensor) -> Tensor:
-    if value.ndim != 1 or not torch.isfinite(value).all():
+    if value.ndim != 1 or not value.is_floating_point() or not torch.isfinite(value).all():
+        found = "values that are not finite at w*" if value.is_floating_point() else f"values of {value.dtype}"
         raise InputError(
             f"observable {name!r}",
-            got=f"shape {tuple(value.shape)}" if value.ndim != 1 else "values that are not finite at w*",
-            expected="finite values of shape (p,)",
+            got=f"shape {tuple(value.shape)}" if value.ndim != 1 else found,
+            expected="finite floating-point values of shape (p,)",
         )
     return value

@@ -106,6 +106,8 @@ class Run:
         ]
         if self.draws == self.config["draws"]:
             numbers.append("all of them")
+        elif len(self.healthy_chains) == 0:
+            numbers.append("no chain is left")
         elif not self.manifest.get("reached"):
             numbers.append(f"{self.config['minutes']:g} minutes")
         return f"stopped after {self.draws} draws of each chain: {', '.join(numbers)}"
@@ -181,7 +183,8 @@ class Run:
                 from halves of them agree about as well as they do at 0. What was chosen is
                 ``provenance["kappa"]``. Takes memory for draws × training examples, or draws × draws.
             standard_error: also estimate the Monte Carlo standard error of every score.
-            buffer_bytes: what may be allocated beyond the matrix itself.
+            buffer_bytes: what may be allocated beyond the matrix itself. Of per-token losses, those of whole sequences
+                are held besides, where they take no more than `jostle.traces.store.HELD_BYTES`.
         """
         if reduction not in ("mean", "sum"):
             raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
@@ -241,6 +244,7 @@ class Run:
         one column, the mean loss of the query's tokens. ``part`` and ``kappa`` are those of `influence`.
         """
         self._require_chains()
+        self._require_set("query")
         blocks, positions = [], {}
         for name, sample in (("train", train), ("query", query)):
             columns = self.traces.columns(name)
@@ -422,11 +426,17 @@ class Run:
             self._known_moves[centering] = Moves(losses, self.healthy_chains, centering)
         return self._known_moves[centering]
 
-    def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
+    def _require_set(self, name: str) -> None:
         if name not in self.traces.sets:
             raise InputError(
-                "query", got="a run without a query set", expected="one", fix="pass on=NAME for an observable"
+                name,
+                got=f"a run without a {name} set",
+                expected="one",
+                fix="pass on=NAME to influence() for an observable",
             )
+
+    def _sequence_losses(self, name: str, reduction: Reduction) -> Any:
+        self._require_set(name)
         if (name, reduction) not in self._known_losses:
             self._known_losses[name, reduction] = self.traces.sequence_losses(name, reduction)
         return self._known_losses[name, reduction]

@@ -82,9 +82,10 @@ def refuse_overshoot(step_size: float, potential: Potential) -> None:
     """
     curvature = pull(potential)
     if step_size * curvature >= 4:
+        name = "(localization + prior precision)" if potential.prior_precision else "localization"
         raise InputError(
             "step_size",
-            got=f"{step_size:g} with a localization of {curvature:g}",
-            expected=f"a step size below 4/localization = {4 / curvature:.3g}, or the chain grows without bound",
+            got=f"{step_size:g} with a {name} of {curvature:g}",
+            expected=f"a step size below 4/{name} = {4 / curvature:.3g}, or the chain grows without bound",
             fix=f"{0.2 / curvature:.2g} is a safe start",
         )

@@ -49,8 +49,8 @@ FORMAT = 1
 CHUNK_BYTES = 8 << 20
 Part = Literal["odd", "even"]
 
-HELD_BYTES = 256 << 20
-"""Sequences' losses, at every draw, are held in memory where they take no more than this."""
+HELD_BYTES = 128 << 20
+"""Sequences' losses are held in memory where they take no more than this at all draws; reading them takes as much."""
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,10 @@ class SequenceLosses:
             held[block] = self._reduced(*block, slice(None))
 
         chunks = itertools.product(range(self.shape[0]), range(0, self.shape[1], draws))
-        with ThreadPoolExecutor() as pool:
+        chunk = draws * self._tokens.shape[2] * self.dtype.itemsize
+        with ThreadPoolExecutor(
+            max(1, min(os.cpu_count() or 1, HELD_BYTES // (4 * chunk)))
+        ) as pool:  # a few copies each
             for _ in pool.map(read, chunks):  # what goes wrong is raised here
                 pass
         return held
