@@ -34,8 +34,8 @@ PILOT_SHARE = 0.1
 ENOUGH_TIMES = 30
 """A pilot is long enough when the half that is used has lasted for so many autocorrelation times."""
 
-WITHOUT_A_PILOT = 10
-"""Steps between draws where a pilot shows nothing: all chains failed in it, or no loss moved."""
+USUAL_THIN = 10
+"""Steps between draws where there is no pilot, or it shows nothing: all chains failed in it, or no loss moved."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def best_thin(
     """
     curves = [autocorrelations(series) for series in groups if series.shape[0] and series.shape[2]]
     if not curves:
-        return WITHOUT_A_PILOT, None
+        return USUAL_THIN, None
     longest = max(len(curve) for curve in curves)
     thins = np.arange(1, longest + 1)
     times = np.ones(longest)

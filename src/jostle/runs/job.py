@@ -18,7 +18,7 @@ from jostle.chains.execution import prepare as make_ready
 from jostle.chains.observing import Observer
 from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
-from jostle.chains.thinning import PROBED_EXAMPLES, Thinning, choose_thin
+from jostle.chains.thinning import PROBED_EXAMPLES, USUAL_THIN, Thinning, choose_thin
 from jostle.config import Config, require_whole
 from jostle.models.in_place import InPlace
 from jostle.ranks import EnoughError, Ranks
@@ -212,6 +212,8 @@ class Job:
     def _chosen(self) -> Execution:
         """As asked, or as is quickest."""
         config, prepared, manner = self._config, self._prepared, self._manner
+        if self._pilot:  # which comes after this
+            config = dataclasses.replace(config, thin=USUAL_THIN)
         if self._in_place.crew.count > 1:
             execution = Execution()
         elif manner.chains_at_once is not None and prepared.together is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from jostle.chains.signals import interruptible
+from jostle.chains.thinning import USUAL_THIN
 from jostle.config import Config, Criterion, Keep, Precision, describe
 from jostle.data.datasets import Collate, fingerprint_tensors, fingerprint_text
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
@@ -152,7 +153,7 @@ def attribute(
     sampler = sampler or SGLD(step_size=1e-5)
     independent = getattr(sampler, "independent", False)
     burn_in = int(independent) if burn_in is None else burn_in
-    thin = (1 if independent else 10) if thin is None else thin
+    thin = (1 if independent else USUAL_THIN) if thin is None else thin
     pilot = thin == "auto" and not independent
     functions = Functions(
         loss=loss or classification_loss(), potential_loss=potential_loss, observables=dict(observables or {})
