@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import jostle
+from experiments.figures import draw
 from experiments.retraining import (
     METHODS,
     Budget,
@@ -35,7 +36,6 @@ from experiments.retraining import (
     add_retraining,
     analysed_model,
     conduct,
-    draw,
     fill,
     parser_of,
     run,

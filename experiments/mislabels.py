@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 import jostle
 from experiments.cifar10_retraining import BATCH_SIZE, BIF, WARM_UP_STEPS, Images, Retrainer, new_model
+from experiments.figures import best_ekfac
 from experiments.retraining import (
     DAMPINGS,
     Budget,
     Record,
     analysed_model,
-    best_ekfac,
     conduct,
     file_name,
     finished,

@@ -1,4 +1,4 @@
-"""What the retraining experiments share: a budget of time, methods that are run once, banks, measurements, figures.
+"""What the retraining experiments share: a budget of time, methods that are run once, banks, measurements.
 
 A work directory holds the banks and the scores; the record holds what was measured, and is enough to go on from: what
 is in it is not done again, even where the scores are gone.
@@ -31,7 +31,6 @@ from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import ekfac, gradient_similarity, trak
 from jostle.conditioning import Moves
-from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
@@ -412,111 +411,6 @@ def fill(
             record.write()
     print(f"  bank {key}: {bank.summary()['text']}", flush=True)
     return bank
-
-
-def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | None:
-    """EK-FAC at whichever damping does best."""
-    tried = [name for name in methods if name.startswith("EK-FAC")]
-    return max(tried, key=lambda name: methods[name][metric], default=None)
-
-
-def shown_methods(measured: Mapping[str, Any]) -> list[str]:
-    """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice."""
-    first = next(iter(measured.values()))["methods"]
-    tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
-    twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
-    left_out = (", seed", "sweep", "covariance", READ)
-    return [
-        name for name in first
-        if name in twice or (name not in tried and not any(part in name for part in left_out))
-    ]  # fmt: skip
-
-
-def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
-    """LDS of every method against what the banks of a setting differ in; error bars over settings (seeds), or by
-    bootstrap where there is one setting. Below it, seconds."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
-
-    settings = list(measured.values())
-    banks = list(settings[0])
-    if len(settings) == len(banks) == 1:
-        draw_one_bank(path, settings[0][banks[0]]["methods"])
-        return
-    methods = [*shown_methods(settings[0]), "EK-FAC, best damping"]
-    figure = Figure(figsize=(16, 6), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
-    styles = ["-", "--", ":"]
-    for index, name in enumerate(methods):
-        rows = []
-        for setting in settings:
-            for place, bank in enumerate(banks):
-                found = setting.get(bank, {}).get("methods", {})
-                row = found.get(best_ekfac(found) or "" if name == "EK-FAC, best damping" else name)
-                if row:
-                    rows.append((place, row))
-        if not rows:
-            continue
-        colour = "#999999" if rows[0][1]["control"] else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
-        marker = "sv^D"[index % 4] if rows[0][1]["control"] else "o"
-        style = styles[index // len(CHAIN_COLOURS) % len(styles)]
-        places = sorted({place for place, _ in rows})
-        for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
-            values = [[row[metric] for at, row in rows if at == place] for place in places]
-            alone = [next(row[f"{metric}_error"] for at, row in rows if at == place) for place in places]
-            errors = [
-                np.std(group, ddof=1) / np.sqrt(len(group)) if len(group) > 1 else one
-                for group, one in zip(values, alone, strict=True)
-            ]
-            panel.errorbar(
-                places, [np.mean(group) for group in values], yerr=errors, label=name, color=colour, marker=marker,
-                linestyle=style, capsize=3, markersize=4,
-            )  # fmt: skip
-        seconds = [row["seconds"] for _, row in rows if "seconds" in row]
-        if seconds:
-            panels[2].barh(name, np.mean(seconds), color=colour)
-    for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
-        panel.set_xticks(range(len(banks)), banks)
-        panel.set(xlabel=xlabel, title=f"{title}, ± standard error")
-        panel.axhline(0, color="black", linewidth=0.8)
-        panel.grid(alpha=0.3)
-    panels[2].set(xlabel="seconds, all included", title="time")
-    panels[2].set_xscale("log")
-    panels[2].xaxis.set_minor_formatter(NullFormatter())
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
-def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
-    """LDS and seconds of every method, one below another; runs that differ in their seed as their mean."""
-    from matplotlib.figure import Figure
-
-    grouped: dict[str, list[Mapping[str, Any]]] = {}
-    for name, row in methods.items():
-        grouped.setdefault(re.sub(r", seed \d+", "", name), []).append(row)
-    names = sorted(grouped, key=lambda name: np.mean([row["per_query"] for row in grouped[name]]))
-    figure = Figure(figsize=(14, 1.6 + 0.28 * len(names)), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True, width_ratios=[1, 1, 0.6])
-    for place, name in enumerate(names):
-        rows = grouped[name]
-        kind = "control" if rows[0]["control"] else name.split(",")[0].split()[0]
-        colour = {"control": "#999999", "BIF": "#0072B2", "EK-FAC": "#D55E00"}.get(kind, "#009E73")
-        for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
-            value, error = (np.mean([row[key] for row in rows]) for key in (metric, f"{metric}_error"))
-            panel.errorbar(value, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
-        if "seconds" in rows[0]:
-            panels[2].barh(place, np.mean([row["seconds"] for row in rows]), color=colour, height=0.6)
-    panels[0].set_yticks(range(len(names)), [f"{n} ({len(grouped[n])} seeds)" if grouped[n][1:] else n for n in names])
-    for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
-        panel.axvline(0, color="black", linewidth=0.8)
-        panel.set_title(f"{title}, ± standard error")
-    panels[2].set(xlabel="seconds, all included", title="time")
-    for panel in panels:
-        panel.grid(axis="x", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
 
 
 def parser_of(experiment: str, description: str, *, methods: Sequence[str]) -> argparse.ArgumentParser:

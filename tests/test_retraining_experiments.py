@@ -22,7 +22,8 @@ from experiments import (
     reading,
     samplers,
 )
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, draw, fill, run
+from experiments.figures import draw
+from experiments.retraining import Budget, OutOfTimeError, Record, Setting, fill, run
 from torch import nn
 
 import jostle
