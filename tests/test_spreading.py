@@ -20,6 +20,7 @@ from architectures import tiny
 from jostle.chains import execution, spreading
 from jostle.chains.chain import Dynamics
 from jostle.chains.observing import Observer
+from jostle.chains.randomness import WORTH_THREADS, noise
 from jostle.chains.spreading import OnEveryThread, Spread, _pool, can_spread
 from jostle.config import Config
 from jostle.data.datasets import Data
@@ -113,9 +114,11 @@ def both_ways(model: nn.Module) -> tuple[Dynamics, Spread]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork where there are threads, which is the point
-def test_a_fork_has_threads_of_its_own() -> None:
-    observe_once()
-    child = multiprocessing.get_context("fork").Process(target=observe_once)
+@pytest.mark.parametrize("work", ["chains", "noise"])
+def test_a_fork_has_threads_of_its_own(work: str) -> None:
+    once = {"chains": observe_once, "noise": make_noise}[work]
+    once()
+    child = multiprocessing.get_context("fork").Process(target=once)
     child.start()
     child.join(30)
     exited = child.exitcode
@@ -126,6 +129,19 @@ def test_a_fork_has_threads_of_its_own() -> None:
 def observe_once() -> None:
     _, spread = both_ways(classifier())
     spread.observe(spread.start(list(range(CHAINS))))
+
+
+def make_noise() -> None:
+    """Of enough weights for threads; the same as that of each chain by itself."""
+    moving, chains, before = MovingWeights(nn.Linear(300, 300), "all"), list(range(CHAINS)), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values = next(noise(0, chains, 0, moving, torch.device("cpu")))[1]
+    finally:
+        torch.set_num_threads(before)
+    assert values.numel() >= WORTH_THREADS
+    for chain in chains:
+        assert torch.equal(values[chain], next(noise(0, [chain], 0, moving, torch.device("cpu")))[1][0])
 
 
 def test_nobody_goes_on_before_all_have_ended() -> None:

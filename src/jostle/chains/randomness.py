@@ -10,6 +10,7 @@ weight depends on which others move.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,8 @@ WORTH_THREADS = 1 << 17
 
 
 @cache
-def _threads(count: int) -> ThreadPoolExecutor:
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process, since a fork has none of its parent's."""
     return ThreadPoolExecutor(count, thread_name_prefix="jostle-noise")
 
 
@@ -89,7 +91,7 @@ def noise(
             for row, chain in zip(values, chains, strict=True):
                 fill(row, chain)
         else:
-            list(_threads(torch.get_num_threads()).map(fill, values, chains))
+            list(_threads(torch.get_num_threads(), os.getpid()).map(fill, values, chains))
         yield slice(0, moving.total), torch.from_numpy(values)
         return
     generators = [
