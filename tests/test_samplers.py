@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jostle
 from jostle.errors import ChainFailedWarning, ChainsFailedError, SamplerWarning
@@ -207,6 +209,28 @@ def test_a_stabilizer_that_dominates_is_said() -> None:
         classifier(posterior=posterior, sampler=jostle.RMSpropSGLD(step_size=1e-4, stabilizer=100.0))
     # With a small one there is nothing to say (warnings of Jostle's own are errors in these tests).
     classifier(posterior=posterior, sampler=jostle.RMSpropSGLD(step_size=1e-4, stabilizer=1e-6))
+
+
+@pytest.mark.parametrize(("small", "said"), [(500, []), (501, ["50%"]), (1000, ["100%"])])
+def test_a_remark_makes_nothing_wider_than_the_weights(small: int, said: list[str]) -> None:
+    """The weights of which it says so are counted; on the way there is nothing of more than 4 bytes for each."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.largest = max(self.largest, result.nbytes if isinstance(result, Tensor) else 0)
+            return result
+
+    rule = jostle.RMSpropSGLD(step_size=1e-4, stabilizer=1e-2)
+    moments = torch.ones(1, 1000)
+    moments[0, :small] = 1e-6
+    statistics = rule.init(torch.zeros(1, 1000)) | {"second_moment": moments * (1 - rule.smoothing)}
+    with Sizes() as sizes:
+        remarks = rule.remarks(statistics)
+    assert [re.findall(r"exceeds √V̂ for (\d+%)", remark)[0] for remark in remarks] == said
+    assert sizes.largest <= 4 * 1000
 
 
 class FailingRule(jostle.SGLD):
