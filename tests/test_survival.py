@@ -87,6 +87,16 @@ def test_extended(
         sample(tmp_path / "run", **settings)  # fewer than there are
 
 
+def test_extended_one_chain_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that began with its chains side by side."""
+    expected = losses(sample(chains=3, draws=9, chains_at_once=3))
+    assert sample(tmp_path / "run", chains=3, chains_at_once=3).manifest["execution"]["chains_at_once"] == 3
+    seen = observed(monkeypatch)
+    extended = losses(sample(tmp_path / "run", chains=3, draws=9, chains_at_once=1))
+    assert [chains for chains, _ in seen] == [[chain] for chain in range(3) for _ in range(3)]
+    np.testing.assert_allclose(extended, expected, rtol=1e-12)
+
+
 def test_extended_after_interruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An extension that is cut off at any of its draws is an unfinished run, and goes on like one."""
     expected = losses(sample(chains=3, draws=9, chains_at_once=1))

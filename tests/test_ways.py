@@ -16,6 +16,7 @@ import jostle
 from architectures import CONFIGURATIONS, tiny
 from jostle.chains.observing import Observer
 from jostle.data.datasets import Data
+from jostle.models import in_place
 from jostle.models.functional import FunctionalModel
 from jostle.models.in_place import InPlace, error_function
 from jostle.models.prefix import repeated_blocks
@@ -138,6 +139,41 @@ def test_the_error_function_of_what_is_compiled() -> None:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_recorded_as_a_cuda_graph(name: str, backend: str | None) -> None:
     assert_the_same(name, device="cuda", backend=backend, replay=True)
+
+
+class OnePlace:
+    """What a recording is to its callers, where there is no CUDA: each result is written over the last one."""
+
+    def __init__(self, function: Any, inputs: Any, pool: Any) -> None:
+        self._function, self._output = function, function(*inputs).clone()
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        return self._output.copy_(self._function(*inputs))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_several_chains_from_one_recording(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chain has its own losses and its own gradient; a single chain's gradient is not copied."""
+    if device == "cpu":
+        monkeypatch.setattr(in_place, "Graph", OnePlace)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).double().to(device)
+    moving, loss = MovingWeights(model, "all"), jostle.losses.classification()
+    data = Data((torch.randn(12, 4).double(), torch.arange(12) % 3), "train", device=torch.device(device))
+    untouched = copy.deepcopy(model)
+    plain = FunctionalModel(untouched, MovingWeights(untouched, "all"))
+    observer = Observer(plain, loss, data, 5)
+    chains = moving.center + torch.randn(3, moving.total, device=device).double()
+    chosen = [np.arange(first, first + 4) for first in (0, 3, 8)]
+    with InPlace(model, moving) as fast:
+        fast.replay()
+        torch.testing.assert_close(observer(fast, chains), observer(plain, chains))
+        expected = plain.mean_loss_gradient(loss, chains, data, chosen)
+        torch.testing.assert_close(fast.mean_loss_gradient(loss, chains, data, chosen), expected)
+        one, other = (fast.mean_loss_gradient(loss, chains[:1], data, chosen[:1]) for _ in range(2))
+        assert one.data_ptr() == other.data_ptr()
+        assert fast.replayed == 8
 
 
 @CUDA

@@ -177,7 +177,8 @@ class InPlace(FunctionalModel):
         for flat in weights:
             self._place(flat)
             # Batches that are made anew for every draw have no place of their own to be read from again.
-            values.append(self._recorded(("losses", id(batches)), passes) if kept else passes())
+            key = ("losses", id(batches))
+            values.append(self._recorded(key, passes, copied=len(weights) > 1) if kept else passes())
         return torch.stack(values)
 
     @torch.no_grad()
@@ -205,10 +206,14 @@ class InPlace(FunctionalModel):
                 longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, data.longest(range(len(data))) or longest)
             rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
             key = ("gradient", id(data), len(chosen), longest)
+            # That of a single chain is not copied: of a large model there is no room for two.
+            copied = len(weights) > 1
             gradients.append(
-                self._recorded(key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows)
+                self._recorded(
+                    key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows, copied=copied
+                )
             )
-        return gradients[0][None] if len(gradients) == 1 else torch.stack([part.clone() for part in gradients])
+        return gradients[0][None] if len(gradients) == 1 else torch.stack(gradients)
 
     def _backward(self, value: Tensor, places: Sequence[Tensor]) -> None:
         """Put each parameter's gradient in its place as soon as it is known: all of them are never there twice."""
@@ -239,8 +244,8 @@ class InPlace(FunctionalModel):
         self._prefix.forget()
         super().free_memory()
 
-    def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Call a function of tensors, from its graph once there is one; good until it is called again."""
+    def _recorded(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor, copied: bool) -> Tensor:
+        """Call a function of tensors, from its graph once there is one; good until it is called again, or copied."""
         if self._graphs is None:
             return function(*inputs)
         if key not in self._graphs:
@@ -253,7 +258,8 @@ class InPlace(FunctionalModel):
                 self._graphs = None
                 return function(*inputs)
         self.replayed += 1
-        return self._graphs[key](*inputs)
+        result = self._graphs[key](*inputs)
+        return result.clone() if copied else result
 
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:

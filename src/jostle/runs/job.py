@@ -207,6 +207,8 @@ class Job:
             tell("trying which way the chains run fastest")
             self._execution = self._execution or self._shared(self._chosen)
         self._dynamics = prepared.way(self._execution)
+        if self._dynamics is prepared.alone:  # which may be asked of a run that began with several side by side
+            self._execution.chains_at_once = 1
         make_ready(self._execution, self._dynamics, self._in_place)
 
     def _chosen(self) -> Execution:
