@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from typing import Any
 
@@ -112,6 +113,70 @@ def test_blocks_that_do_not_move_are_computed_once(name: str) -> None:
 @pytest.mark.parametrize("weights", ["embedding", "all", "layers.0.attention", "head"])
 def test_nothing_is_kept_where_something_moves_before(weights: str) -> None:
     assert_the_same("llama", device="cpu", backend=None, replay=False, weights=weights)
+
+
+class Blocks(torch.nn.Module):
+    """A classifier of residual blocks, which add to their input in place or hand it on in something."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.out = torch.nn.ModuleList([Block(kind) for _ in range(3)]), torch.nn.Linear(6, 3)
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.kind == "in place":
+            hidden: Any = inputs.clone()
+        else:
+            hidden = Holder(inputs) if self.kind == "an object" else {"hidden": inputs}
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self.kind != "in place":
+            hidden = hidden.values if self.kind == "an object" else hidden["hidden"]
+        return self.out(hidden)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = torch.nn.Linear(6, 6), kind
+
+    def forward(self, hidden: Any) -> Any:
+        if self.kind == "in place":
+            hidden += self.layer(hidden)
+            return hidden
+        if self.kind == "an object":
+            return Holder(hidden.values + self.layer(hidden.values))
+        added = {"hidden": hidden["hidden"] + self.layer(hidden["hidden"])}
+        if self.kind == "a dict":
+            return added
+        hidden |= added
+        return hidden
+
+
+class Holder:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+@pytest.mark.parametrize(("kind", "kept"), [
+    ("in place", "what comes after them changes them in place"), ("a dict in place", "what comes after"),
+    ("an object", "they are no tensors"), ("a dict", None),
+])  # fmt: skip
+def test_what_is_kept_is_what_the_block_gave(kind: str, kept: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    model = Blocks(kind).double()
+    moving, loss = MovingWeights(model, "blocks.2.*"), jostle.losses.classification()
+    data = Data((torch.randn(9, 6).double(), torch.arange(9) % 3), "train")
+    untouched = copy.deepcopy(model)
+    plain = FunctionalModel(untouched, MovingWeights(untouched, "blocks.2.*"))
+    observer = Observer(plain, loss, data, 5)
+    with InPlace(model, moving) as fast, caplog.at_level(logging.INFO, logger="jostle"):
+        for step in range(3):
+            chain = moving.center[None] * (1 + 0.1 * step)
+            torch.testing.assert_close(observer(fast, chain), observer(plain, chain))
+    said = [record.message for record in caplog.records if "not kept" in record.message]
+    assert len(said) == (kept is not None)
+    assert kept is None or kept in said[0]
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -252,6 +252,14 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return tree
 
 
+def versions(tree: Any) -> dict[Tensor, int]:
+    """Every tensor of a batch and its version, which each operation in place counts up."""
+    found: dict[Tensor, int] = {}
+    # Those made in inference mode have none.
+    map_tensors(tree, lambda tensor: found.update({tensor: 0 if tensor.is_inference() else tensor._version}))
+    return found
+
+
 def _as_columns(source: Any) -> Any:
     """The source as tensors whose rows are samples, or None where it is a sequence of samples."""
     if isinstance(source, TensorDataset):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jostle.data.datasets import versions
 from jostle.losses import Batch, Loss
 
 log = logging.getLogger("jostle")
@@ -84,31 +85,35 @@ class Prefix:
                     else:
                         block.forward = forward
         else:
-            outputs: list[Any] = []
-            hook = self.frozen[-1].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+            outputs: list[tuple[Any, dict[Tensor, int]]] = []
+            hook = self.frozen[-1].register_forward_hook(
+                lambda module, inputs, output: outputs.append((output, versions(output)))
+            )
             try:
                 yield
             finally:
                 hook.remove()
-            self._keep(batch, outputs)
+            if len(outputs) == 1:
+                self._keep(batch, *outputs[0])
 
     def forget(self) -> None:
         """Give back the memory of everything that is kept."""
         self._kept, self._bytes = {}, 0
 
-    def _keep(self, batch: Batch, outputs: list[Any]) -> None:
-        if len(outputs) != 1:
+    def _keep(self, batch: Batch, output: Any, tensors: dict[Tensor, int]) -> None:
+        """Keep what the last frozen block gave, which held these tensors then; or do without, from now on."""
+        # What comes after it may have written over it, as a residual `x += f(x)` does.
+        if not tensors or versions(output) != tensors:
+            reason = "what comes after them changes them in place" if tensors else "they are no tensors"
+            log.info("outputs of blocks that do not move are not kept (%s)", reason)
+            self.frozen = []
+            self.forget()
             return
-        tensors = [value for value in _leaves(outputs[0]) if isinstance(value, Tensor)]
         size = sum(value.numel() * value.element_size() for value in tensors)
-        if self._bytes + size <= KEPT_BYTES.get(tensors[0].device.type, 0):
+        if self._bytes + size <= KEPT_BYTES.get(next(iter(tensors)).device.type, 0):
             self._bytes += size
             # The batch itself is kept beside its output, so that its identity is not given to another one.
-            self._kept[id(batch)] = (batch, outputs[0])
-
-
-def _leaves(output: Any) -> list[Any]:
-    return [leaf for part in output for leaf in _leaves(part)] if isinstance(output, tuple | list) else [output]
+            self._kept[id(batch)] = (batch, output)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
