@@ -66,6 +66,19 @@ class HalfSampler:
         pass
 
 
+class ChangesItsInput(nn.Module):
+    """Normalizes what it is given where it stands; only large batches, where so asked."""
+
+    def __init__(self, least: int = 1) -> None:
+        super().__init__()
+        self.out, self.least = nn.Linear(3, 2), least
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) >= self.least:
+            inputs -= 0.5
+        return self.out(inputs)
+
+
 class AlwaysDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +109,11 @@ def infinite_on_five(model: nn.Module, batch: Any) -> Tensor:
     return torch.where((batch[0] == X[5]).all(1), torch.inf, losses)
 
 
+def popped(model: nn.Module, batch: Any) -> Tensor:
+    labels = batch.pop("labels")
+    return nn.functional.cross_entropy(model(batch["inputs"]), labels, reduction="none")
+
+
 P, S = jostle.Posterior, jostle.SGLD
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -114,6 +132,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "scalar potential": (lambda: {"potential_loss": cross_entropy("sum")}, r"^loss on train: got shape \(\)"),
     "batch neighbours": (lambda: {"model": BatchMean()}, r"^loss on train: got .* with other neighbours, expected"),
     "batch statistics": (lambda: {"model": BatchStatistics()}, r"^loss on train: got 'Expected more than 1 .* alone"),
+    "input changed in place": (
+        lambda: {"model": ChangesItsInput()},
+        r"^loss on train: got a model or loss that changes its input, expected the same .*x = x\.clone\(\)",
+    ),
+    "input changed in larger batches": (
+        lambda: {"model": ChangesItsInput(9), "train": (torch.zeros(9, 3), torch.zeros(9, dtype=torch.long))},
+        r"^loss on train: got a model or loss that changes its input",
+    ),
+    "label taken out of the batch": (
+        lambda: {"loss": popped, "train": {"inputs": X, "labels": Y}, "query": {"inputs": X[:2], "labels": Y[:2]}},
+        r"^loss on train: got a model or loss that changes its input, .* batch = dict\(batch\)",
+    ),
     "random loss": (lambda: {"model": AlwaysDropout()}, r"^loss on train: got two different values for example \d"),
     "no weight matches": (
         lambda: {"posterior": P(n_beta=1, localization=1, weights="attention.*")},
@@ -209,6 +239,22 @@ def test_one_clear_line_and_nothing_written(name: str, tmp_path: Path, says: Say
         jostle.attribute(**(arguments | make()), out=tmp_path / "run", progress=False)
     says(name, str(caught.value), 2)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["attribute", "calibrate", "exact_influence", "gradient_similarity"])
+def test_data_is_as_it_was_when_a_model_that_changes_it_is_refused(way: str) -> None:
+    inputs, queries = X.clone(), X[:2].clone()
+    posterior = jostle.Posterior(n_beta=8, localization=100)
+    calls: dict[str, Callable[[nn.Module, Any, Any], Any]] = {
+        "attribute": lambda *of: jostle.attribute(*of, batch_size=8, draws=2, progress=False),
+        "calibrate": lambda model, train, _: jostle.calibrate(model, train, progress=False),
+        "exact_influence": lambda *of: jostle.attributors.exact_influence(*of, posterior=posterior),
+        "gradient_similarity": jostle.attributors.gradient_similarity,
+    }
+    with pytest.raises(jostle.InputError, match="changes its input"):
+        calls[way](ChangesItsInput(), (inputs, Y), (queries, Y[:2]))
+    assert torch.equal(inputs, X)
+    assert torch.equal(queries, X[:2])
 
 
 def test_an_output_directory_that_holds_something_else(tmp_path: Path) -> None:

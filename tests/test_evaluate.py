@@ -32,6 +32,7 @@ from jostle.evaluate import (
     retrain,
     self_influence,
 )
+from jostle.evaluate.bank import Measure
 from jostle.scores import Scores
 from test_commands import jostle_command
 
@@ -161,6 +162,26 @@ def test_repeatability(tmp_path: Path) -> None:
     loud = repeatability(planted(tmp_path / "loud", noise=1000.0, seeds=2)[0])
     assert loud is not None
     assert abs(loud) < 0.1
+
+
+def test_queries_are_as_they_were_after_a_model_that_changes_its_input() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(2, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            inputs -= 0.5
+            return self.out(inputs)
+
+    inputs, labels = points(8, seed=0)
+    before, model = inputs.clone(), Shifted()
+    measure = Measure((inputs, labels), jostle.losses.classification(), {}, batch_size=3)
+    first, second = (measure(model)["loss"] for _ in range(2))
+    expected = nn.functional.cross_entropy(model.out(before - 0.5), labels, reduction="none")
+    np.testing.assert_allclose(first, expected.detach(), rtol=1e-5)
+    np.testing.assert_array_equal(first, second)
+    assert torch.equal(inputs, before)
 
 
 def test_subsets_are_nested_by_seed_and_of_one_size() -> None:

@@ -25,6 +25,7 @@ from jostle.chains import randomness
 from jostle.data.datasets import Data
 from jostle.errors import InputError
 from jostle.losses import Loss
+from jostle.models.checks import unchanged
 from jostle.models.functional import FunctionalModel, sample_means
 from jostle.runs.layout import writing
 from jostle.traces.tensor_files import replace_file
@@ -112,7 +113,8 @@ class Probe:
         total = 0.0
         for chosen in self._parts():
             batch = self._data.batch(chosen)
-            losses = self.model.evaluate(self._loss, weights[None], batch)[0]
+            with unchanged(batch, f"loss on {self._data.name}"):
+                losses = self.model.evaluate(self._loss, weights[None], batch)[0]
             total += sample_means(losses, self._loss, batch).double().sum().item()
         return total / self.examples
 

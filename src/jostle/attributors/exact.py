@@ -25,6 +25,7 @@ from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.checks import check_unchanged
 from jostle.models.functional import FunctionalModel, eval_mode
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
@@ -89,6 +90,8 @@ def exact_influence(
         train_data, query_data, drawn_from = (
             Data(source, name, collate=collate, device=functional.device) for name, source in sources.items()
         )
+        check_unchanged(functional, potential_loss or loss, drawn_from)
+        check_unchanged(functional, loss, train_data)
 
         whole = drawn_from.whole()
 

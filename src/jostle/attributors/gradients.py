@@ -20,6 +20,7 @@ from torch.func import grad, vmap
 from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.checks import check_unchanged
 from jostle.models.functional import FunctionalModel, eval_mode
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
@@ -141,6 +142,8 @@ class PerExample:
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
         if self._mapped is False:
             return self._one_by_one(data, chosen)
+        if self._mapped is None:
+            check_unchanged(self._model, self._loss, data)
         # First, since it also teaches a loss what it tries once for each model, and cannot try within vmap.
         first = self._one_by_one(data, chosen[:1]) if self._mapped is None else None
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from jostle.data.datasets import Data, map_tensors
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss, at_least_float32
-from jostle.models.checks import check_losses
+from jostle.models.checks import check_losses, unchanged
 from jostle.models.functional import FunctionalModel, ObservedBatch, token_mask
 from jostle.traces.store import Columns
 
@@ -102,7 +102,8 @@ class Observer:
         for chosen in self._indices:
             batch = self._data.batch(chosen)
             what = f"loss on {self._data.name}"
-            values = check_losses(model.evaluate(self._loss, center, batch)[0], len(chosen), what)
+            with unchanged(batch, what):
+                values = check_losses(model.evaluate(self._loss, center, batch)[0], len(chosen), what)
             entries, counts, places = _real_entries(values, self._loss, batch, self._data.name, chosen)
             observed = ObservedBatch(batch, entries, len(chosen) if entries is None else len(entries))
             self._entries.append(entries)

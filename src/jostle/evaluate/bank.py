@@ -350,7 +350,8 @@ class Measure:
             data = Data(self.query, "query", collate=self.collate, device=next(model.parameters()).device)
             parts = []
             for start in range(0, len(data), self.batch_size):
-                batch = data.batch(range(start, min(start + self.batch_size, len(data))))
+                # A copy, since a model may change its input, and the next one sees the same queries.
+                batch = data.batch(np.arange(start, min(start + self.batch_size, len(data))))
                 parts.append(sample_means(self.loss(model, batch), self.loss, batch).float())
             found = {LOSS: torch.cat(parts).cpu().numpy()}
             return found | {name: phi(model).float().cpu().numpy() for name, phi in self.observables.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jostle.data.datasets import Data
+from jostle.data.datasets import Data, versions
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss
 from jostle.models.functional import FunctionalModel, Observable, SideBySide, token_mask
@@ -32,6 +32,27 @@ def check_losses(losses: Tensor, length: int, what: str) -> Tensor:
     return losses
 
 
+@contextlib.contextmanager
+def unchanged(batch: Batch, what: str) -> Iterator[None]:
+    """Refuse a model or loss that changes a batch: it may be a view of the user's data, and is seen at every draw."""
+    before = versions(batch)
+    yield
+    if not before.items() <= versions(batch).items():
+        raise InputError(
+            what,
+            got="a model or loss that changes its input",
+            expected="the same input at every draw",
+            fix="let it work on a copy: x = x.clone() before x += ..., batch = dict(batch) before batch[...] = ...",
+        )
+
+
+def check_unchanged(model: FunctionalModel, loss: Loss, data: Data) -> None:
+    """Refuse the same, found out on a copy of one example."""
+    batch = data.batch([0])
+    with unchanged(batch, f"loss on {data.name}"):
+        model.evaluate(loss, model.moving.center[None], batch)
+
+
 def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
     """Refuse a model whose loss on one example is random, or changes with what else is in the batch.
 
@@ -43,7 +64,8 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
 
     def losses(indices: list[int]) -> list[Tensor]:
         batch = data.batch(indices)
-        values = check_losses(model.evaluate(loss, center, batch)[0], len(indices), what)
+        with unchanged(batch, what):  # a copy, here: whoever is refused has the data as it was
+            values = check_losses(model.evaluate(loss, center, batch)[0], len(indices), what)
         mask = token_mask(loss, batch)
         return [row if mask is None else row[mask[i]] for i, row in enumerate(values)]
 
