@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def slow_observation(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
     monkeypatch.setattr(Dynamics, "observe", counted)
     monkeypatch.setattr(Dynamics, "advance", stepped)
-    monkeypatch.setattr(thinning.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
 
 def test_a_run_with_costly_observations_is_thinned_until_draws_are_independent(

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from jostle.config import Config
 from jostle.models.in_place import InPlace
 
 log = logging.getLogger("jostle")
+
+Result = TypeVar("Result")
 
 WORTH_COMPILING = 240.0
 """A run that would take more seconds than this on a GPU is compiled: that saves a fifth of them, and takes about 50."""
@@ -170,7 +172,7 @@ def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[dict[str
     return seen, groups * (config.draws * observation + config.steps[-1] * step)
 
 
-def prepare(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> None:
+def make_ready(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> None:
     """Make chains run in the way that was chosen, until the model is given back."""
     if not execution.onednn:
         in_place.until_given_back(onednn(False))
@@ -194,14 +196,26 @@ def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
         lambda: [dynamics.gradient(group)[:, ::every].float()],
     ):
         work()  # the first time, kernels are loaded or compiled
-        _wait(dynamics)
-        started = time.perf_counter()
-        values += work()
-        _wait(dynamics)
-        seconds.append(dynamics.model.crew.slowest(time.perf_counter() - started))
+        seen, taken = timed(dynamics, work)
+        values += seen
+        seconds.append(taken)
     dynamics.advance(group)
     dynamics.model.let_go()
     return values, seconds[0], seconds[1]
+
+
+def timed(dynamics: Dynamics, work: Callable[[], Result]) -> tuple[Result, float]:
+    """What some work gives, and how many seconds it takes, the device's part of it included."""
+
+    def wait() -> None:
+        if dynamics.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    started = time.perf_counter()
+    result = work()
+    wait()
+    return result, dynamics.model.crew.slowest(time.perf_counter() - started)
 
 
 def onednn_enabled() -> bool:
@@ -219,11 +233,6 @@ def onednn(enabled: bool) -> Iterator[None]:
         yield
     finally:
         mkldnn.enabled = before
-
-
-def _wait(dynamics: Dynamics) -> None:
-    if dynamics.model.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _estimate(dynamics: Dynamics, config: Config, chains: int) -> float:

@@ -105,7 +105,7 @@ class Observer:
             with unchanged(batch, what):
                 values = check_losses(model.evaluate(self._loss, center, batch)[0], len(chosen), what)
             entries, counts, places = _real_entries(values, self._loss, batch, self._data.name, chosen)
-            observed = ObservedBatch(batch, entries, len(chosen) if entries is None else len(entries))
+            observed = _observed(batch, chosen, entries)
             self._entries.append(entries)
             losses.append(at_least_float32(observed.recorded(values)))
             lengths.append(counts)
@@ -121,10 +121,7 @@ class Observer:
             batches = self._batches
             if batches is None:
                 pairs = zip(self._indices, self._entries, strict=True)
-                batches = (
-                    ObservedBatch(self._data.batch(chosen), entries, len(chosen) if entries is None else len(entries))
-                    for chosen, entries in pairs
-                )
+                batches = (_observed(self._data.batch(chosen), chosen, entries) for chosen, entries in pairs)
             try:
                 return self._in_order(model.losses(self._loss, weights, batches))
             except torch.OutOfMemoryError:
@@ -134,6 +131,10 @@ class Observer:
 
     def _in_order(self, values: Float[Tensor, "chain column"]) -> Float[Tensor, "chain column"]:
         return values if self._columns_in_order is None else values[:, self._columns_in_order]
+
+
+def _observed(batch: Batch, chosen: range | np.ndarray, entries: Tensor | None) -> ObservedBatch:
+    return ObservedBatch(batch, entries, len(chosen) if entries is None else len(entries))
 
 
 def _as_range(indices: np.ndarray) -> range | np.ndarray:
@@ -222,13 +223,10 @@ def _require_finite(losses: Tensor, columns: Columns, indices: np.ndarray, name:
     bad = (~torch.isfinite(losses)).nonzero()[:, 0]
     if len(bad):
         column = int(bad[0])
-        sample = column
-        if columns.offsets is not None:
-            sample = int(np.searchsorted(columns.offsets, column, side="right")) - 1
         raise InputError(
             f"loss at w* on {name}",
-            got=f"{losses[column].item()} for example {indices[sample]} ({len(bad)} of {len(losses)} losses are not "
-            "finite)",
+            got=f"{losses[column].item()} for example {indices[columns.owner(column)]} ({len(bad)} of {len(losses)} "
+            "losses are not finite)",
             expected="finite losses at the checkpoint itself",
             fix="check that example and the model's precision",
         )

@@ -8,15 +8,14 @@ is kept with the run and stays what it is.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 
 from jostle.chains.chain import Dynamics
+from jostle.chains.execution import timed
 from jostle.chains.observing import Observer
 from jostle.diagnose import moving, pair_products
 
@@ -96,11 +95,11 @@ def choose_thin(
         return {name: value.cpu().numpy() for name, value in dynamics.observe(group, probes).items()}
 
     walk(1)  # the first of everything is slow
-    step = _seconds(dynamics, lambda: walk(5)) / 5
+    step = timed(dynamics, lambda: walk(5))[1] / 5
     dynamics.observe(group)
-    observation = _seconds(dynamics, lambda: dynamics.observe(group))
+    observation = timed(dynamics, lambda: dynamics.observe(group))[1]
     look()
-    glance = _seconds(dynamics, look)
+    glance = timed(dynamics, look)[1]
     walk(max(0, config.burn_in - group.step))
     # The run's observations, by all groups of chains, one after another.
     planned = -(-config.chains // at_once) * config.draws * observation
@@ -179,17 +178,3 @@ def autocorrelations(series: Float[np.ndarray, "chain step column"]) -> Float[np
     pairs = rho[: len(rho) // 2 * 2].reshape(-1, 2, rho.shape[1]).sum(1)
     kept = np.repeat(np.logical_and.accumulate(pairs > 0, axis=0), 2, axis=0)
     return np.where(kept, rho[: len(kept)], 0.0)
-
-
-def _seconds(dynamics: Dynamics, work: Callable[[], object]) -> float:
-    """How long something takes, the device's part of it included."""
-
-    def wait() -> None:
-        if dynamics.model.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    wait()
-    started = time.perf_counter()
-    work()
-    wait()
-    return dynamics.model.crew.slowest(time.perf_counter() - started)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from jostle.chains.chain import full_gradient
-from jostle.chains.execution import Execution, choose
-from jostle.chains.execution import prepare as make_ready
+from jostle.chains.execution import Execution, choose, make_ready
 from jostle.chains.observing import Observer
 from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
