@@ -191,6 +191,16 @@ def test_compiled_to_machine_code() -> None:
     assert_the_same("gpt-neox", device="cpu", backend="inductor", replay=False)  # with an error function of our own
 
 
+def test_what_the_user_compiled_is_given_back() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.compile(backend="eager")
+    own = model._compiled_call_impl
+    with InPlace(model, MovingWeights(model, "all")) as fast:
+        fast.compile("aot_eager")
+        assert model._compiled_call_impl is not own
+    assert model._compiled_call_impl is own
+
+
 def test_the_error_function_of_what_is_compiled() -> None:
     x = torch.cat([torch.linspace(-9, 9, 10_001), torch.tensor([0.0, -0.0, 1e-30, torch.inf, -torch.inf])])
     exact = torch.from_numpy(scipy.special.erf(x.double().numpy()))

@@ -57,7 +57,7 @@ class InPlace(FunctionalModel):
         self._placed: list[Tensor] = []
         self._placed_version: int | None = None
         self._prefix = Prefix(model, self._parameters)
-        self._compiled: list[nn.Module] = []
+        self._compiled: dict[nn.Module, Any] = {}
         self._graphs: dict[Hashable, Graph] | None = None
         self._lasting = contextlib.ExitStack()
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
@@ -101,11 +101,12 @@ class InPlace(FunctionalModel):
 
         Blocks that are alike share one compilation, which keeps it short however deep the model is.
         """
-        for module in self._compiled:
-            module._compiled_call_impl = None
+        for module, before in self._compiled.items():
+            module._compiled_call_impl = before
         moving_blocks = self._prefix.blocks[len(self._prefix.frozen) :]
-        self._compiled = [] if backend is None else (moving_blocks or [self.model])
-        for module in self._compiled:
+        modules = [] if backend is None else (moving_blocks or [self.model])
+        self._compiled = {module: module._compiled_call_impl for module in modules}  # a user may have compiled them
+        for module in modules:
             module.compile(backend=_inductor if backend == "inductor" else backend)
         if self._float8 is not None:
             self._float8.compile(backend)
