@@ -444,6 +444,20 @@ def test_questions_a_run_cannot_answer() -> None:
         small.influence(centering="chain")  # type: ignore[arg-type]
 
 
+def test_what_is_shown_may_come_later(tmp_path: Path) -> None:
+    """It changes no draw; what is there is not written over."""
+    given = {"draws": 3, "out": tmp_path / "run", "progress": False}
+    data = model(), (X, Y), (X[:2], Y[:2])
+    before = jostle.attribute(*data, **given).influence().values
+    shown = {"train": [{"label": str(label)} for label in Y.tolist()]}
+    run = jostle.attribute(*data, **given, examples=shown)
+    assert run.examples("train") == shown["train"]
+    assert (run.influence().values == before).all()
+    other = jostle.attribute(*data, **given, examples={"train": [{"label": "no"}] * 8, "query": [{"text": "a"}] * 2})
+    assert other.examples("train") == shown["train"]
+    assert other.examples("query") == [{"text": "a"}] * 2
+
+
 def test_a_run_without_queries(tmp_path: Path) -> None:
     given = {"draws": 3, "out": tmp_path / "run", "observables": {"bias": lambda m: m[0].bias}, "progress": False}
     run = jostle.attribute(model(), (X, Y), None, **given)

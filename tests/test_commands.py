@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import socketserver
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,26 @@ def test_what_a_repeated_run_adds_is_said(place: Path, tmp_path: Path) -> None:
         assert result.exit_code == code, result.stderr
         assert said in result.stderr
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["export RUN MISSING/s.csv", "export RUN MISSING/s.safetensors", "report RUN -o MISSING/r.html", "diagnose RUN --plot MISSING/d.png"],
+)  # fmt: skip
+def test_a_file_in_no_folder_is_refused(words: str, place: Path, tmp_path: Path, says: Says) -> None:
+    given = [word.replace("RUN", str(place / "run")).replace("MISSING", str(tmp_path / "no")) for word in words.split()]
+    result = jostle_command(*given)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"expected a folder that exists; mkdir -p {tmp_path / 'no'}\n"), result.stderr
+    says(f"jostle {words}", result.stderr.strip(), result.exit_code)
+
+
+def test_parquet_without_pyarrow(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "fastparquet", None)
+    result = jostle_command("export", place / "run", tmp_path / "scores.parquet")
+    assert result.exit_code == 2
+    assert "file: got no pyarrow, expected it, to write .parquet; pip install pyarrow, or write .csv" in result.stderr
 
 
 def test_export_and_top_have_the_same_scores_by_default(place: Path, tmp_path: Path) -> None:

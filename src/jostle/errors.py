@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class JostleError(Exception):
     """Base of every error that Jostle raises on purpose."""
@@ -17,6 +19,13 @@ class InputError(JostleError, ValueError):
     def __init__(self, subject: str, *, got: object, expected: str, fix: str = "") -> None:
         message = f"{subject}: got {got}, expected {expected}"
         super().__init__(f"{message}; {fix}" if fix else message)
+
+
+def require_folder(subject: str, path: str | Path) -> None:
+    """Refuse, before any work is done for it, a file in a folder that does not exist."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise InputError(subject, got=str(path), expected="a folder that exists", fix=f"mkdir -p {folder}")
 
 
 class StorageError(JostleError, OSError):

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Float
 
-from jostle.errors import InputError
+from jostle.errors import InputError, require_folder
 
 FORMAT = 1
 
@@ -26,6 +26,10 @@ class Entry:
     index: int
     score: float
     standard_error: float | None = None
+
+    def __repr__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.1g}"
+        return f"Entry({self.index}: {self.score:.4g}{error})"
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Scores:
         """
         if Path(path).suffix not in ("", ".safetensors"):
             raise InputError("path", got=Path(path).name, expected="a name ending in .safetensors", fix="use export")
+        require_folder("path", path)
         tensors = {"values": np.ascontiguousarray(self.values)}
         if self.standard_error is not None:
             tensors["standard_error"] = np.ascontiguousarray(self.standard_error)
@@ -157,6 +162,7 @@ class Scores:
         in every row the ``kappa`` that the scores of a run are read at.
         """
         path = Path(path)
+        require_folder("file", path)
         match path.suffix:
             case ".npy":
                 np.save(path, self.values)
@@ -174,8 +180,16 @@ class Scores:
                 frame = pandas.DataFrame(columns)
                 if path.suffix == ".csv":
                     frame.to_csv(path, index=False)
-                else:
+                    return
+                try:
                     frame.to_parquet(path, index=False)
+                except ImportError as error:
+                    raise InputError(
+                        "file",
+                        got="no pyarrow",
+                        expected="it, to write .parquet",
+                        fix="pip install pyarrow, or write .csv",
+                    ) from error
             case _:
                 raise InputError(
                     "file", got=path.name, expected="a name ending in .npy, .safetensors, .csv or .parquet"

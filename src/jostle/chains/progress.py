@@ -22,6 +22,14 @@ class Progress:
     mean_loss: float | None
 
 
+def duration(seconds: float) -> str:
+    """So long, in a unit that suits it."""
+    for unit, size in (("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= (2 * size if size > 1 else 1):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"
+
+
 @contextlib.contextmanager
 def telling(show: bool) -> Iterator[Callable[[str], None]]:
     """What is being done now, where nobody knows how long it takes: a line that changes; in a log, one a minute."""
@@ -105,6 +113,6 @@ def _minutely(steps: int) -> Callable[[Progress], None]:
             last = now
             left = (steps - progress.steps_done) * (now - began) / (progress.steps_done - first)
             done = f"{progress.steps_done:,} of {steps:,} steps"
-            print(f"jostle: {done}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+            print(f"jostle: {done}, about {duration(left)} left", file=sys.stderr, flush=True)
 
     return report

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from jostle.chains.chain import Dynamics
 from jostle.chains.execution import timed
 from jostle.chains.observing import Observer
+from jostle.chains.progress import duration
 from jostle.diagnose import moving, pair_products
 
 log = logging.getLogger("jostle")
@@ -52,8 +53,8 @@ class Thinning:
         if self.autocorrelation_time is None:
             return f"thin {self.thin}: the pilot showed nothing that moved and stayed finite"
         return (
-            f"thin {self.thin}: a step takes {1e3 * self.step_seconds:.3g} ms, an observation "
-            f"{1e3 * self.observation_seconds:.3g} ms, and a draw stands for {self.autocorrelation_time:.3g} steps "
+            f"thin {self.thin}: a step takes {duration(self.step_seconds)}, an observation "
+            f"{duration(self.observation_seconds)}, and a draw stands for {self.autocorrelation_time:.3g} steps "
             f"(pilot of {self.pilot_steps} steps)"
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jostle.cli.shell import app, examples, say
-from jostle.errors import InputError
+from jostle.errors import InputError, require_folder
 
 
 @app.command(
@@ -52,7 +53,8 @@ def view(
             expected="the packages of the extra 'viewer'",
             fix="pip install 'jostle[viewer]'",
         ) from error
-    serve(answers, host=host, port=port, open_browser=open_browser, say=say)
+    with contextlib.suppress(KeyboardInterrupt):  # which is how it ends
+        serve(answers, host=host, port=port, open_browser=open_browser, say=say)
 
 
 @app.command(
@@ -91,6 +93,7 @@ def report(
 
     if output.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise InputError("output", got=str(output), expected="a name ending in .html, .png, .svg or .pdf")
+    require_folder("output", output)
     sources = open_sources(runs, Run)
     try:
         if output.suffix == ".html":

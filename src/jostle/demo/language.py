@@ -7,6 +7,8 @@ The model that is shipped here read sentences in English and French, with their 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,16 +271,18 @@ def _report(
         f"own mean reciprocal rank is {own_word:.2f}.)\n"
     )
     query, position = _first(run, SHOWN_WORDS[0])
+    # As it was called itself, where it is not on the path, as in an environment that was not activated.
+    jostle = "jostle" if shutil.which("jostle") or Path(sys.argv[0]).name != "jostle" else sys.argv[0]
     # Paths and commands are to be copied: neither wrapped, nor read as markup.
     for line in (
         f"Picture: {picture}",
         f"Run:     {run.directory}",
         "",
         "Go on from there:",
-        f"    jostle view {run.directory}",
-        f"    jostle top {run.directory} --query {query}",
-        f"    jostle show {run.directory} --query {query} --token {position}",
-        "    jostle demo images",
+        f"    {jostle} view {run.directory}",
+        f"    {jostle} top {run.directory} --query {query}",
+        f"    {jostle} show {run.directory} --query {query} --token {position}",
+        f"    {jostle} demo images",
     ):
         console.print(line, markup=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jostle.diagnose import Sample, effective_sizes, half_scores, moving
-from jostle.errors import InputError
+from jostle.errors import InputError, require_folder
 from jostle.estimate import FEWEST_DRAWS
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def check(path: str | Path) -> None:
     """Refuse, before any work is done for it, a picture that cannot be drawn."""
     if Path(path).suffix not in FORMATS:
         raise InputError("plot", got=Path(path).name, expected=f"a name ending in {', '.join(FORMATS)}")
+    require_folder("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "plot",

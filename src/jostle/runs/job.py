@@ -21,6 +21,7 @@ from jostle.chains.thinning import PROBED_EXAMPLES, USUAL_THIN, Thinning, choose
 from jostle.config import Config, require_whole
 from jostle.models.in_place import InPlace
 from jostle.ranks import EnoughError, Ranks
+from jostle.runs.examples import write_examples
 from jostle.runs.integrity import require_undamaged
 from jostle.runs.layout import (
     ADDING_QUERIES,
@@ -186,10 +187,21 @@ class Job:
             # One that was cut off while it was made ready for more is between two configs, which is no damage.
             if manifest is not None and manifest["status"] == "complete" and self._changes(manifest):
                 require_undamaged(self._directory)
+            if manifest is not None:
+                self._keep_examples(manifest)
             return manifest
 
         self._manifest = self._ranks.share(opened)
         return self._manifest is None or self._manifest["status"] != "complete" or bool(self._changes(self._manifest))
+
+    def _keep_examples(self, manifest: dict[str, Any]) -> None:
+        """What there is to show may come after the draws, which do not depend on it."""
+        missing = {
+            name: shown
+            for name, shown in self._kept.examples.items()
+            if name not in self._changes(manifest) and not (self._directory / "examples" / f"{name}.jsonl").is_file()
+        }
+        write_examples(self._directory, missing)
 
     def _changes(self, manifest: dict[str, Any]) -> list[str]:
         """What of a run is more now than what is there: its config, with more chains or draws, or its queries."""

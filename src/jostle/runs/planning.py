@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from jostle.chains.execution import probe
+from jostle.chains.progress import duration
 from jostle.chains.randomness import BLOCK
 from jostle.chains.stopping import next_round
 from jostle.config import Config
@@ -104,8 +105,8 @@ class Plan:
             f"disk                {most}{_size(self.trace_bytes)} for traces{self._kept}{where}, "
             f"{_size(self.state_bytes)} for the state of the chains, {_size(self.disk_free)} free",
             f"scores              {_size(self.score_bytes)} when asked for",
-            f"time                {most}about {_duration(seconds)}: {steps:,} steps of {1e3 * step_seconds:.3g} ms and "
-            f"{self.draws:,} observations of {1e3 * observation_seconds:.3g} ms{repeated}{chosen}",
+            f"time                {most}about {duration(seconds)}: {steps:,} steps of {duration(step_seconds)} and "
+            f"{self.draws:,} observations of {duration(observation_seconds)}{repeated}{chosen}",
         ]
 
 
@@ -209,9 +210,3 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
