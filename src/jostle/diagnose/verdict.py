@@ -104,11 +104,13 @@ def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) ->
 def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> str:
     if level == "good":
         effective, halves = found["effective_draws"], found["agreement"]["halves"]
+        half = max(0.0, halves["spearman"])
+        # Twice as many draws, by Spearman and Brown's formula.
         return (
             f"good: {effective:.0f} effective draws (± {effective**-0.5:.2f} on a correlation), "
             f"R-hat {max(found['losses']['r_hat'], found['products']['r_hat']):.2f}, "
-            f"halves of the draws agree (Spearman {halves['spearman']:.2f}, {halves['top_overlap']:.0%} of the top "
-            f"{found['agreement']['top']})"
+            f"halves of the draws agree by {half:.2f} (Spearman; all of them with as many others by about "
+            f"{2 * half / (1 + half):.2f}) and on {halves['top_overlap']:.0%} of the top {found['agreement']['top']}"
         )
     worst = next(reason for reason in reasons if reason.level == level)
     opening = "doubtful" if level == "doubtful" else "these scores are not reliable"
