@@ -453,6 +453,9 @@ def test_what_is_shown_may_come_later(tmp_path: Path) -> None:
     run = jostle.attribute(*data, **given, examples=shown)
     assert run.examples("train") == shown["train"]
     assert (run.influence().values == before).all()
+    with pytest.raises(jostle.InputError, match="images of query of shape"):
+        jostle.attribute(*data, **given, examples={"query": [{"image": X[:2].numpy()}, {"image": X[:3].numpy()}]})
+    assert not (tmp_path / "run" / "examples" / "query.jsonl").exists()
     other = jostle.attribute(*data, **given, examples={"train": [{"label": "no"}] * 8, "query": [{"text": "a"}] * 2})
     assert other.examples("train") == shown["train"]
     assert other.examples("query") == [{"text": "a"}] * 2

@@ -485,12 +485,12 @@ def _merge(into: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     into["draws"] += m
 
 
-def _moves(sums: dict[str, Tensor], side: str) -> Tensor:
-    """Which losses move by more than the rounding of their values."""
+def _still(sums: dict[str, Tensor], side: str) -> Tensor:
+    """Which losses move by no more than the rounding of their values."""
     if f"{side}_center" not in sums:  # of a run from before it was kept
-        return torch.ones_like(sums[f"{side}_mean"])
+        return torch.zeros_like(sums[f"{side}_mean"], dtype=torch.bool)
     rounding = torch.finfo(sums["products"].dtype).eps * (sums[f"{side}_center"] + sums[f"{side}_mean"])
-    return sums[f"{side}_squares"] > sums["draws"] * rounding.square()
+    return sums[f"{side}_squares"] <= sums["draws"] * rounding.square()
 
 
 def covariance_from_sums(
@@ -503,10 +503,10 @@ def covariance_from_sums(
     if freedom < 1:
         raise InputError("draws", got=int(draws), expected="at least two draws in finished chains", fix="raise draws")
     products, left, right = (sums[name if centering == "pooled" else f"within_{name}"] for name in _CO_MOMENTS)
-    # As in `around_mean`: a loss that moves by rounding alone moves with nothing.
-    moves = [_moves(sums, side).to(products.dtype) for side in ("left", "right")]
-    products = moves[0][:, None] * products * moves[1]
     values = _divide(products, left.to(products.dtype), right.to(products.dtype)) if normalize else products / freedom
+    # As in `around_mean`: a loss that moves by rounding alone moves with nothing.
+    values[_still(sums, "left")] = 0
+    values[:, _still(sums, "right")] = 0
     total = sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
     share = (1 - sums["within_left_squares"] / total).mean()
     return Estimate(values.numpy(), None, None, float(share))

@@ -144,12 +144,8 @@ def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, boo
     except InputError:
         raise
     except Exception as error:  # files, formats and the network fail in many ways
-        raise InputError(
-            "model",
-            got=f"{name}, which could not be loaded ({type(error).__name__}: {str(error).splitlines()[0][:120]})",
-            expected=EXPECTED_MODEL,
-            fix=_nearest(name) or "without a network, download the model and pass its directory",
-        ) from error
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        raise _not_loaded(name, f"could not be loaded ({reason})") from error
     if not spread:
         require_room(network, torch.device(place))
         network = network.to(place)
@@ -173,13 +169,13 @@ def _files(name: str) -> str:
         try:
             return snapshot_download(name, local_files_only=True)
         except errors.LocalEntryNotFoundError:
-            raise InputError(
-                "model",
-                got=f"{name}, which is neither here nor downloaded, and the hub does not answer",
-                expected=EXPECTED_MODEL,
-                fix=_nearest(name) or "without a network, download the model and pass its directory",
-            ) from error
+            raise _not_loaded(name, "is neither here nor downloaded, and the hub does not answer") from error
     return name
+
+
+def _not_loaded(name: str, reason: str) -> InputError:
+    fix = _nearest(name) or "without a network, download the model and pass its directory"
+    return InputError("model", got=f"{name}, which {reason}", expected=EXPECTED_MODEL, fix=fix)
 
 
 def _load_adapter(name: str, dtype: torch.dtype) -> Any:

@@ -18,11 +18,11 @@ from jostle.traces.tensor_files import replace_file
 def write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Keep what is shown of examples, each file whole or not at all."""
     for name, shown in examples.items():
+        pixels = images_of(name, shown)  # refused before anything is written
         (directory / "examples").mkdir(exist_ok=True)
         words = [{key: value for key, value in example.items() if key != "image"} for example in shown]
         lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
         replace_file(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
-        pixels = images_of(name, shown)
         if pixels is not None:
             temporary = directory / "examples" / f"{name}.partial"
             with open(temporary, "wb") as file:
