@@ -33,7 +33,11 @@ KINDS = ("covariance", "correlation")
 
 
 def rows_of(
-    bank: Bank, losses: Sequence[np.ndarray], fingerprints: Mapping[str, str], bootstrap: int
+    bank: Bank,
+    losses: Sequence[np.ndarray],
+    fingerprints: Mapping[str, str],
+    bootstrap: int,
+    kappas: Sequence[float] = KAPPAS,
 ) -> list[dict[str, Any]]:
     """LDS per query of some of the draws, read at every κ; with its error where all of them are read."""
     rows = []
@@ -41,7 +45,7 @@ def rows_of(
         draws = round(share * losses[0].shape[1])
         train, query = (part[:, :draws] for part in losses)
         moves = Moves(train, np.arange(len(train)))
-        for kappa in KAPPAS:
+        for kappa in kappas:
             row: dict[str, Any] = {"draws": len(train) * draws, "kappa": kappa}
             for kind in KINDS:
                 scores = influence(
@@ -71,9 +75,10 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5 * len(record["runs"]), 4.8), layout="constrained")
+    kappas = sorted({row["kappa"] for rows in record["runs"].values() for row in rows})
     panels = figure.subplots(1, len(record["runs"]), squeeze=False, sharey=True)[0]
     for panel, (name, rows) in zip(panels, record["runs"].items(), strict=True):
-        for colour, kappa in zip(CHAIN_COLOURS, KAPPAS, strict=False):
+        for colour, kappa in zip(CHAIN_COLOURS, kappas, strict=False):
             some = [row for row in rows if row["kappa"] == kappa]
             label = f"read at κ = {kappa:g}" if kappa else "as sampled"
             panel.plot(
@@ -88,7 +93,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
         panel.set_xticks(*[sorted({row["draws"] for row in rows})] * 2)
         panel.set(xlabel="draws", ylabel="LDS per query (covariance)", title=name)
         panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KAPPAS), frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kappas), frameon=False)
     figure.savefig(path, dpi=130)
 
 
@@ -101,6 +106,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=RECORDS / "draws_and_kappa.json")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--bootstrap", type=int, default=200)
+    parser.add_argument("--kappas", type=float, nargs="+", default=KAPPAS, metavar="KAPPA", help="to read at")
     arguments = parser.parse_args()
     path = arguments.directory / f"{arguments.bank}.npz"
     bank = KeptBank(path)
@@ -113,7 +119,9 @@ def main() -> None:
         fewest = min(run.about["draws"] for run in runs)
         losses = [np.concatenate([run.losses[part][:, :fewest] for run in runs]) for part in SETS]
         print(name, losses[0].shape, flush=True)
-        record["runs"][name] = rows_of(bank, losses, runs[0].about["fingerprints"], arguments.bootstrap)
+        record["runs"][name] = rows_of(
+            bank, losses, runs[0].about["fingerprints"], arguments.bootstrap, arguments.kappas
+        )
     write_record(arguments.record, record)
     if arguments.figure:
         draw(arguments.figure, record)

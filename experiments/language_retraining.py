@@ -172,12 +172,12 @@ class FineTuner:
                 group["lr"] = rate
 
 
-def sweep() -> dict[str, dict[str, Any]]:
+def sweep(draws: int) -> dict[str, dict[str, Any]]:
     """Independent draws as far as steps can make them: the step is as long as localization and curvature allow."""
     grid = itertools.product(SWEEP["n_beta"], SWEEP["localization"])
     return {
         f"sweep n_beta {n_beta:g} localization {localization:g}": {
-            "n_beta": n_beta, "localization": localization, "chains": 4, "draws": 75, "batch_size": 32,
+            "n_beta": n_beta, "localization": localization, "chains": 4, "draws": draws, "batch_size": 32,
             **({"sampler": "gaussian", "burn_in": 1, "thin": 1} if n_beta == 0 else
                {"step_size": 0.2 / (localization + 100 * n_beta), "thin": 10, "burn_in": 50}),
         }
@@ -266,7 +266,9 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train", type=int, default=4_096)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--bif-seeds", type=int, default=3, help="repeat each run of the BIF with other seeds")
-    parser.add_argument("--sweep", action="store_true", help="a grid of n_beta and localization as well")
+    parser.add_argument(
+        "--sweep", type=int, nargs="?", const=75, metavar="DRAWS", help="a grid of n_beta and localization as well"
+    )
     return parser.parse_args(words)
 
 
@@ -276,7 +278,7 @@ def main() -> None:
     def every_recipe(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for recipe in arguments.recipe:
             print(recipe, flush=True)
-            given = {**bif, **(sweep() if arguments.sweep else {})}
+            given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
             setting = setting_of(arguments, recipe, record, budget, given)
             run(setting, arguments.work / recipe / "scores", record, budget)
 

@@ -155,7 +155,7 @@ class Setting:
             for label, damping, seed, directory in [
                 # Those two fit their own factors, so that their time is the whole time; the others take the first's.
                 ("damping 1e-8", 1e-8, 0, work / "ekfac"),
-                ("default damping", None, 0, work / "ekfac-default"),
+                ("default damping", None, 0, work / ("ekfac-default" if self.ekfac_repeats else "ekfac")),
                 *((f"default damping, seed {seed}", None, seed, None) for seed in range(1, self.ekfac_repeats)),
                 *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in self.dampings),
             ]
@@ -430,7 +430,9 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--retrain", type=float, nargs="+", help="alpha_retrain")
     parser.add_argument("--subsets", type=int, default=100)
     parser.add_argument("--retrain-seeds", type=int, help="average so many retrainings of each subset")
-    parser.add_argument("--ekfac-repeats", type=int, help="fits of EK-FAC, for its own variation")
+    parser.add_argument(
+        "--ekfac-repeats", type=int, help="fits of EK-FAC at its own damping, for its variation; 0: that of 1e-8"
+    )
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
     add_keep(parser)

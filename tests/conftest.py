@@ -1,4 +1,5 @@
-"""``pytest tests/test_ground_truth.py --record FILE`` writes the numbers that those tests judge.
+"""``pytest tests/test_ground_truth.py --record FILE`` writes the numbers that those tests judge; on a GPU, so does
+``pytest tests/test_ways.py -k cuda_graph --record FILE``: how far compiled and recorded models are from plain ones.
 
 ``pytest tests/test_{bad_input,commands,survival,more_queries,stores}.py --errors docs/errors.md`` writes what is said of
 bad input and faults. And a browser.

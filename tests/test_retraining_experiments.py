@@ -98,7 +98,7 @@ def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> 
 
 def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
     """Each is accepted by its sampler; only sizes are smaller here."""
-    grid = language_retraining.sweep()
+    grid = language_retraining.sweep(75)
     corners = dict([*grid.items()][:: len(grid) - 1])
     settings = {**cifar10_retraining.BIF, **{f"{name}, language": one for name, one in language_retraining.BIF.items()}}
     # They are for models with curvatures of some thousands; the calibrated ones find their own way here.
