@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import jostle
@@ -25,7 +24,7 @@ from jostle.attributors import (
     gradient_similarity,
     trak,
 )
-from jostle.attributors.gradients import ConvolutionsAsProducts, PerExample
+from jostle.attributors.gradients import PerExample
 
 
 def classifier() -> nn.Module:
@@ -124,32 +123,6 @@ def test_padding_that_a_model_looks_at_is_noticed() -> None:
     losses = [nn.functional.cross_entropy(model(row[None]), label[None]) for row, label in samples]
     rows = gradients_by_hand(model, losses, parameters)
     np.testing.assert_allclose(found, -rows @ rows.T, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "convolution",
-    [
-        {"kernel_size": 3, "padding": 1},
-        {"kernel_size": (3, 2), "stride": (2, 1), "bias": False},
-        {"kernel_size": 2, "dilation": (2, 1), "padding": (0, 1)},
-        {"kernel_size": 3, "groups": 2, "padding": "same"},  # stays a convolution
-    ],
-)
-def test_convolutions_as_products(convolution: dict[str, Any]) -> None:
-    """The same gradients of single examples, however the convolution is strided and padded."""
-    model = nn.Sequential(nn.Conv2d(4, 6, **convolution), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
-    weights = {name: value.detach() for name, value in model.named_parameters()}
-    images, labels = torch.randn(5, 1, 4, 9, 8, dtype=torch.float64), torch.randint(6, (5, 1))
-
-    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(torch.func.functional_call(model, weights, (image,)), label)
-
-    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
-    expected = gradients(weights, images, labels)
-    with ConvolutionsAsProducts():
-        found = gradients(weights, images, labels)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_the_model_is_left_as_it_was() -> None:

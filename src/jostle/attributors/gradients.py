@@ -7,18 +7,15 @@ Reference: Charpiat et al., *Input similarity from the neural network perspectiv
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.overrides import TorchFunctionMode
 
 from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.losses import Batch, Loss
@@ -183,40 +180,4 @@ class PerExample:
             return plain.sample_losses(self._loss, flat, batch)[0]
 
         singles = map_tensors(data.batch(chosen), lambda tensor: tensor[:, None])
-        products = ConvolutionsAsProducts() if self._model.device.type == "cuda" else contextlib.nullcontext()
-        with products:
-            return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
-
-
-class ConvolutionsAsProducts(TorchFunctionMode):
-    """Convolutions as products of patches with filters, while it is entered.
-
-    Of a plain convolution the gradients of single examples are one convolution with as many groups as examples, for
-    which GPUs have no quick kernel; of a product they are a batch of products.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.conv2d:
-            return _convolution(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _convolution(
-    images: Tensor, filters: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:  # fmt: skip
-    if groups != 1 or isinstance(padding, str) or images.ndim != 4:
-        return torch.conv2d(images, filters, bias, stride, padding, dilation, groups)
-    size = filters.shape[2:]
-    patches = F.unfold(images, size, dilation=dilation, padding=padding, stride=stride)
-    stride, padding, dilation = (
-        (value, value) if isinstance(value, int) else value for value in (stride, padding, dilation)
-    )
-    places = [
-        (images.shape[2 + side] + 2 * padding[side] - dilation[side] * (size[side] - 1) - 1) // stride[side] + 1
-        for side in range(2)
-    ]
-    products = (filters.flatten(1) @ patches).unflatten(2, places)
-    return products if bias is None else products + bias[:, None, None]
+        return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
