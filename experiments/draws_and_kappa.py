@@ -84,7 +84,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
             panel.plot(
                 [row["draws"] for row in some], [row["covariance"] for row in some], "o-", color=colour, label=label
             )
-        for other, value in record["beside"].items():
+        for other, value in record["beside"].get(name, {}).items():
             panel.axhline(value, color="0.5", linestyle=":")
             side = {"ha": "left", "va": "top" if other.startswith("EK-FAC") else "bottom"}
             panel.annotate(other, (0.01, value), xycoords=("axes fraction", "data"), fontsize=8, **side)
@@ -111,10 +111,10 @@ def main() -> None:
     path = arguments.directory / f"{arguments.bank}.npz"
     bank = KeptBank(path)
     record: dict[str, Any] = {"bank": bank.summary()["text"], "runs": {}, "beside": {}}
-    if arguments.beside:
-        record["beside"] = lines_beside(arguments.beside, path)
     for words in arguments.runs:
         name, _, names = words.rpartition("=")
+        if arguments.beside:
+            record["beside"][name] = lines_beside(arguments.beside, path)
         runs = [read_run(arguments.directory, one) for one in names.split(",")]
         fewest = min(run.about["draws"] for run in runs)
         losses = [np.concatenate([run.losses[part][:, :fewest] for run in runs]) for part in SETS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
     return max(tried, key=lambda name: methods[name][metric], default=None)
 
 
-def shown_methods(measured: Mapping[str, Any]) -> list[str]:
+def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice."""
-    first = next(iter(measured.values()))["methods"]
+    first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", READ)
@@ -42,7 +42,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     if len(settings) == len(banks) == 1:
         draw_one_bank(path, settings[0][banks[0]]["methods"])
         return
-    methods = [*shown_methods(settings[0]), "EK-FAC, best damping"]
+    methods = [*shown_methods(settings), "EK-FAC, best damping"]
     figure = Figure(figsize=(16, 6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
     styles = ["-", "--", ":"]
@@ -60,6 +60,8 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
         marker = "sv^D"[index % 4] if rows[0][1]["control"] else "o"
         style = styles[index // len(CHAIN_COLOURS) % len(styles)]
         places = sorted({place for place, _ in rows})
+        seeds = max(sum(at == place for at, _ in rows) for place in places)
+        label = name if seeds == len(settings) else f"{name} ({seeds} of {len(settings)})"
         for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
             values = [[row[metric] for at, row in rows if at == place] for place in places]
             alone = [next(row[f"{metric}_error"] for at, row in rows if at == place) for place in places]
@@ -68,11 +70,11 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
                 for group, one in zip(values, alone, strict=True)
             ]
             panel.errorbar(
-                places, [np.mean(group) for group in values], yerr=errors, label=name, color=colour, marker=marker,
+                places, [np.mean(group) for group in values], yerr=errors, label=label, color=colour, marker=marker,
                 linestyle=style, capsize=3, markersize=4,
             )  # fmt: skip
         seconds = [row["seconds"] for _, row in rows if "seconds" in row]
-        if seconds:
+        if seconds and name != "EK-FAC, best damping":  # which takes another one's factors
             panels[2].barh(name, np.mean(seconds), color=colour)
     for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
         panel.set_xticks(range(len(banks)), banks)
