@@ -502,8 +502,8 @@ def measure_each(
 
 
 def _buffer_bytes() -> int:
-    """What gradients held at once may take: a quarter of the GPU."""
-    return torch.cuda.get_device_properties(0).total_memory // 4 if torch.cuda.is_available() else 2 << 30
+    """What gradients held at once may take: a third of what is free on the GPU."""
+    return torch.cuda.mem_get_info()[0] // 3 if torch.cuda.is_available() else 2 << 30
 
 
 def file_name(name: str) -> str:

@@ -13,11 +13,11 @@ their models and banks are used. Besides, on the small models of `experiments.re
 
 The reference is the paper's own setting, 4 chains of 100 consecutive draws, by SGLD and by devinterp's RMSprop variant.
 Every rule is sampled at the posterior that `jostle.calibrate` chooses; "default" takes its steps between draws by
-``thin="auto"``. "Gaussian" is the control without a gradient; its draws are also read at κ = 10
-(`jostle.conditioning`), which costs none. Scores are read at three costs: a tenth of the reference's observations; as
-many; and as many *passes* as the control takes for these (an example observed counts 1, an example in a minibatch
-gradient 3). Errors are those over seeds of the sampler; the bank is the same for all. Called again it goes on where it
-stood.
+``thin="auto"``. "Gaussian" is the control without a gradient; its draws are also read at κ = 10, and at what they
+support (`jostle.conditioning`), which costs none. Scores are read at three costs: a tenth of the reference's
+observations; as many; and as many *passes* as the control takes for these (an example observed counts 1, an example in
+a minibatch gradient 3). Errors are those over seeds of the sampler; the bank is the same for all. Called again it goes
+on where it stood.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from experiments.retraining import (
     fill,
 )
 from jostle.attributors import exact_influence
+from jostle.conditioning import CHOICES, Kappa, most_supported, supports
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.presets import PRESETS
@@ -71,8 +72,10 @@ RULES = {
     "ornstein-uhlenbeck": "OrnsteinUhlenbeck", "sgnht": "SGNHT",
 }  # fmt: skip
 DEFAULT, OVERDAMPED, CONTROL = "default: BAOAB, thin auto", "LeimkuhlerMatthews, thin auto", "Gaussian: no gradient"
-CONTROLS = (CONTROL, f"{CONTROL}, paper's localization")
-CANDIDATES = (DEFAULT, OVERDAMPED, f"{CONTROL}{READ}")
+NEARER = f"{CONTROL}, ten times the localization"
+CONTROLS = (CONTROL, NEARER, f"{CONTROL}, paper's localization")
+READ_AUTO = ", read at κ auto"
+CANDIDATES = (DEFAULT, OVERDAMPED, *(f"{name}{how}" for name in (CONTROL, NEARER) for how in (READ, READ_AUTO)))
 """What might be the default: each is compared with the reference, the controls and gradients."""
 REFERENCES = {"paper: SGLD": "sgld", "paper: RMSprop-SGLD": "rmsprop-devinterp"}
 DECAY = 0.01
@@ -186,7 +189,8 @@ def rows_of(
     default = rows.get(DEFAULT)
     if default is not None:
         rows[CONTROL] = {**blind, "localization": default["localization"]}
-    rows[CONTROLS[1]] = {**blind, "localization": paper["localization"]}
+        rows[NEARER] = {**blind, "localization": 10 * default["localization"]}
+    rows[CONTROLS[2]] = {**blind, "localization": paper["localization"]}
     rows |= rules
     if "SGLD, calibrated" in rules:
         rows["SGLD, calibrated, thin 1"] = {**rules["SGLD, calibrated"], "draws": DRAWS, "thin": 1}
@@ -206,7 +210,7 @@ def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | N
     return draws if 2 <= draws <= run.draws else None
 
 
-def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: float = 0.0) -> dict[str, Any]:
+def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: Kappa = 0.0) -> dict[str, Any]:
     """What one run is worth: the LDS per query over subsets at every cost, and how many of its draws are effective."""
     found = run.diagnostics()
     kept: dict[str, Any] = {
@@ -220,13 +224,16 @@ def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: float = 0.0) -> d
     train, query = mean_losses(run, "train"), mean_losses(run, "query")
     for cost in COSTS:
         draws = draws_at(cost, run, train.shape[2] + query.shape[2], sampled)
-        kept[cost] = None if draws is None else {"draws": draws} | {
-            kind: lds(bank, influence(
-                train[:, :draws], query[:, :draws], run.manifest["fingerprints"], normalize=kind == "correlation",
-                kappa=kappa,
-            ), bootstrap=0).value
-            for kind in ("covariance", "correlation")
-        }  # fmt: skip
+        kept[cost] = None
+        if draws is not None:
+            losses = train[:, :draws], query[:, :draws]
+            at = most_supported(supports(*losses, np.arange(len(train)), CHOICES)) if kappa == "auto" else kappa
+            kept[cost] = {"draws": draws, "kappa": at} | {
+                kind: lds(bank, influence(
+                    *losses, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=at
+                ), bootstrap=0).value
+                for kind in ("covariance", "correlation")
+            }  # fmt: skip
     return kept
 
 
@@ -265,8 +272,9 @@ def measure(
             continue
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
             continue
-        # Draws without a gradient are read in two ways; they are taken once.
-        readings = {name: 0.0, f"{name}{READ}": READ_AT} if name in CONTROLS else {name: 0.0}
+        # Draws without a gradient are read in three ways; they are taken once.
+        several: dict[str, Kappa] = {name: 0.0, f"{name}{READ}": READ_AT, f"{name}{READ_AUTO}": "auto"}
+        readings = several if name in CONTROLS else {name: 0.0}
         rows = {read: kept["rows"].setdefault(read, {"settings": options, "seeds": {}}) for read in readings}
         if all(str(seed) in row["seeds"] for row in rows.values()):
             continue

@@ -518,6 +518,19 @@ def test_diagnose_command(good: Path) -> None:
     assert "Examples" in CliRunner().invoke(app, ["diagnose", "--help"]).stdout
 
 
+def test_a_call_ends_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line, in the words of Python; what calibration tries out has none, nor has a call that is to be quiet."""
+    model, data = torch.nn.Linear(3, 2), (torch.randn(12, 3), torch.arange(12) % 2)
+    settings: dict[str, Any] = {"sampler": jostle.Gaussian(), "chains": 2, "draws": 8}
+    run = jostle.attribute(model, data, data, **settings)
+    verdict = run.diagnostics()["verdict"]["summary"]
+    assert "raise --draws to" in verdict
+    assert capsys.readouterr().err == f"jostle: {verdict.replace('--', '')}\n"
+    jostle.attribute(model, data, data, **settings, progress=False)
+    jostle.calibrate(model, data, data, batch_size=12)
+    assert capsys.readouterr().err == ""
+
+
 def test_every_run_ends_with_a_verdict(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch, jostle\n"

@@ -255,7 +255,7 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     table = kept["summary"]["table"]
     assert list(table) == [
         "paper: SGLD", "paper: RMSprop-SGLD", samplers.DEFAULT,
-        *(f"{name}{how}" for name in samplers.CONTROLS for how in ("", samplers.READ)),
+        *(f"{name}{how}" for name in samplers.CONTROLS for how in ("", samplers.READ, samplers.READ_AUTO)),
         "BAOAB, calibrated",
     ]  # fmt: skip
     bank = setting.banks["0.5"]
@@ -283,7 +283,7 @@ def test_samplers_are_compared_at_equal_cost(tmp_path: Path, monkeypatch: pytest
     samplers.measure(*keeping, Budget(10), draws=10, seeds=3, reference_seeds=2, only=some)
     more = json.loads((tmp_path / "record.json").read_text())["measured"]["linear regression"]["summary"]
     third = [name for name, row in more["table"].items() if row["seeds"] == 3]
-    assert third == [samplers.CONTROL, f"{samplers.CONTROL}{samplers.READ}"]
+    assert third == [f"{samplers.CONTROL}{how}" for how in ("", samplers.READ, samplers.READ_AUTO)]
     one = more["table"][third[1]][samplers.TENTH]["covariance"]
     references = (more["table"][name][samplers.ALL]["covariance"] for name in samplers.REFERENCES)
     other = max(references, key=lambda one: one["mean"])

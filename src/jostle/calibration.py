@@ -28,7 +28,7 @@ from torch import nn
 
 from jostle import ranks
 from jostle._version import __version__
-from jostle.chains.progress import telling
+from jostle.chains.progress import part_of_more, telling
 from jostle.config import Precision, describe, require_whole
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
@@ -455,7 +455,7 @@ def _pilot(
         settings["sampling_data"] = train
     started = time.perf_counter()
     fault, rise = None, None
-    with warnings.catch_warnings(), ranks.alone():
+    with warnings.catch_warnings(), ranks.alone(), part_of_more():
         warnings.simplefilter("ignore", JostleWarning)
         try:
             run = attribute(

@@ -15,6 +15,7 @@ import yaml
 from jostle import ranks
 from jostle.asking.tasks import Task, from_file, language_model, require_device
 from jostle.calibration import Calibration, calibrate
+from jostle.chains.progress import part_of_more
 from jostle.chains.thinning import Thinning
 from jostle.config import Config, describe
 from jostle.errors import InputError
@@ -310,21 +311,26 @@ def carry_out(
         _tell_what_is_there(before, request, say)
     queries = 0 if before is None else _queries(before)
     options = {"sampling_data": task.sampling_data, **task.options}
-    run = attribute(
-        task.model,
-        task.train,
-        task.query,
-        loss=task.loss,
-        posterior=posterior,
-        sampler=sampler,
-        out=out,
-        source=source_of(request),
-        examples=task.examples,
-        dry_run=dry_run,
-        **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
-        **{name: request[name] for name in (*LATER, "compile", "keep_weights", "shards", "traces") if name in request},
-        **options,
-    )
+    with part_of_more():
+        run = attribute(
+            task.model,
+            task.train,
+            task.query,
+            loss=task.loss,
+            posterior=posterior,
+            sampler=sampler,
+            out=out,
+            source=source_of(request),
+            examples=task.examples,
+            dry_run=dry_run,
+            **{name: request[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")},
+            **{
+                name: request[name]
+                for name in (*LATER, "compile", "keep_weights", "shards", "traces")
+                if name in request
+            },
+            **options,
+        )
     if before is not None and _queries(run) > queries:
         say(f"{_queries(run) - queries} queries added to the {queries} that were there")
     if run.manifest.get("thinning") and (before is None or before.manifest["status"] == "sampling"):

@@ -85,9 +85,13 @@ def gradient_similarity(
         values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
         kept, passing = min((("query", "train"), ("train", "query")), key=lambda names: passes(*names))
         table = values.T if kept == "train" else values  # of those that pass by those that are held
+        # Made once and filled: put together from parts, they would take twice the buffer.
+        room = torch.empty(min(block, len(sets[kept])), moving.total, dtype=moving.dtype, device=in_place.device)
         for start in range(0, len(sets[kept]), block):
             columns = range(start, min(start + block, len(sets[kept])))
-            held = torch.cat([part for _, part in gradients(sets[kept], columns, cosine)])
+            held = room[: len(columns)]
+            for some, part in gradients(sets[kept], columns, cosine):
+                held[some.start - start : some.stop - start] = part
             for rows, part in gradients(sets[passing], range(len(sets[passing])), cosine):
                 table[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
         fingerprints = {name: data.fingerprint() for name, data in sets.items()}

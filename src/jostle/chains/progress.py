@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,25 @@ from jostle.chains.observing import Observer
 
 SECONDS_BETWEEN_LINES = 60.0
 """How often a log is told of progress."""
+
+
+_part_of_more = contextvars.ContextVar("part_of_more", default=False)
+
+
+@contextlib.contextmanager
+def part_of_more() -> Iterator[None]:
+    """What is sampled meanwhile is a part of something that has the last word itself."""
+    token = _part_of_more.set(True)
+    try:
+        yield
+    finally:
+        _part_of_more.reset(token)
+
+
+def say_at_the_end(line: Callable[[], str]) -> None:
+    """Say a last word on what was sampled, where nobody else will; it is not made up otherwise."""
+    if not _part_of_more.get():
+        print(f"jostle: {line()}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

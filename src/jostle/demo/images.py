@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from jostle.chains.progress import part_of_more
 from jostle.demo import require_packages
 from jostle.posterior import Posterior
 from jostle.runs.run import Run
@@ -87,7 +88,7 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     stdout, stderr = Console(highlight=False), Console(stderr=True)
     show_progress = stderr.is_terminal
     train_set, test_set = load_digits(seed)
-    with _one_thread():
+    with _one_thread(), part_of_more():
         model = train(train_set, seed, progress=stderr if show_progress else None)
         with torch.no_grad():
             logits = model(test_set.images)

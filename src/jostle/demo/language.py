@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Line
 
+from jostle.chains.progress import part_of_more
 from jostle.data.texts import Example, Record, tokenize
 from jostle.demo import bilingual, recovery, require_packages
 from jostle.demo.bilingual import LEXICON, Text
@@ -206,7 +207,7 @@ def demonstrate(out: Path, *, seed: int = 0) -> Run:
     stdout, stderr = Console(highlight=False), Console(stderr=True)
     model, tokenizer = load()
     examples = observed(tokenizer)
-    with one_core():
+    with one_core(), part_of_more():
         run = sample(model, examples, out=out / "run", seed=seed, progress=stderr.is_terminal)
         scores = recovery.posterior_correlation(run)
         results = compare(run, model, examples)

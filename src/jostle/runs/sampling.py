@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from jostle.chains.progress import say_at_the_end
 from jostle.chains.signals import interruptible
 from jostle.chains.thinning import USUAL_THIN
 from jostle.config import Config, Criterion, Keep, Precision, describe
@@ -128,7 +129,8 @@ def attribute(
         compile: whether to compile the model with `torch.compile`; changes the numbers by rounding. Default: on a GPU,
             where the run is much longer than compiling takes.
         checkpoint_seconds: the least time between two checkpoints; 0 checkpoints at every step.
-        progress: show a progress bar where stderr is a terminal or a notebook, and a line a minute elsewhere.
+        progress: show a progress bar where stderr is a terminal or a notebook, and a line a minute elsewhere; at the
+            end, the verdict of `Run.diagnostics` in a line.
         source: where model and data came from, kept in ``config.yaml`` for whoever runs it again.
         examples: what to show of the ``"train"`` and ``"query"`` examples (texts, tokens, labels), kept in
             ``examples/``.
@@ -247,6 +249,8 @@ def attribute(
                 job.finish(prepared_in)
     run = Run(directory)
     _tell(run, warn=ranks.leads)
+    if progress and ranks.leads:
+        say_at_the_end(lambda: run.diagnostics(support=False)["verdict"]["summary"].replace("--", ""))
     return run
 
 
