@@ -273,29 +273,28 @@ def test_an_output_directory_that_cannot_be(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "what", "said"),
     [
-        ({"train": (X + 1, Y)}, "train"),
-        ({"query": (X[:2], 1 - Y[:2])}, "query"),
-        ({"model": with_weight(0.25)}, "weights"),
-        ({"seed": 1}, "config"),
-        ({"sampling_data": (X[:4], Y[:4])}, "sampling_data"),
+        ({"train": (X + 1, Y)}, "train", "other training data"),
+        ({"query": (X[:2], 1 - Y[:2])}, "query", "other queries"),
+        ({"model": with_weight(0.25)}, "weights", "a model with other weights"),
+        ({"seed": 1}, "config", r"other settings \(seed 0 there, 1 now\)"),
+        ({"sampling_data": (X[:4], Y[:4])}, "sampling_data", "other sampling data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_run_of_something_else_is_refused_with_both_fingerprints(
-    change: dict[str, Any], what: str, tmp_path: Path
+    change: dict[str, Any], what: str, said: str, tmp_path: Path, says: Says
 ) -> None:
     arguments: dict[str, Any] = {"model": model(), "train": (X, Y), "query": (X[:2], Y[:2]), "draws": 2}
     first = jostle.attribute(**arguments, out=tmp_path / "run", progress=False)
     again = jostle.attribute(**arguments, out=tmp_path / "run", progress=False)  # the same: returned as it is
     assert again.manifest == first.manifest
     stored = first.manifest["fingerprints"][what]
-    named = r" \(seed 0 there, 1 now\)" if what == "config" else ""
-    with pytest.raises(
-        jostle.InputError, match=f"whose {what} has fingerprint {stored}{named}, expected [0-9a-f]{{16}}"
-    ):
+    both = "" if what == "config" else rf" \(fingerprint {stored} there, fingerprint [0-9a-f]{{16}} now\)"
+    with pytest.raises(jostle.InputError, match=f"a run of {said}{both}, expected what it began with") as caught:
         jostle.attribute(**(arguments | change), out=tmp_path / "run", progress=False)
+    says(f"a run of another {what}", str(caught.value), 2)
     assert jostle.load(tmp_path / "run").manifest == first.manifest
 
 
@@ -328,7 +327,7 @@ class Scaled:
         (
             {"posterior": P(n_beta=1, localization=1, weights=lambda name, _: name == "0.bias")},
             {"posterior": P(n_beta=1, localization=1, weights=lambda name, _: name == "2.bias")},
-            r"whose choice of weights has fingerprint",
+            r"a run of other moving weights \(fingerprint",
         ),
     ],
     ids=["loss", "potential loss", "weights"],
@@ -469,7 +468,7 @@ def test_a_run_without_queries(tmp_path: Path) -> None:
             jostle.InputError, match=r"^query: got a run without a query set, expected one; pass on=NAME"
         ):
             ask()
-    with pytest.raises(jostle.InputError, match=r"^out: got .*, a run whose query has fingerprint None"):
+    with pytest.raises(jostle.InputError, match=r"^out: got .*, a run of other queries \(none there, fingerprint"):
         jostle.attribute(model(), (X, Y), (X, Y), **given)
 
 

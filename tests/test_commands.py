@@ -350,6 +350,22 @@ def test_help_of_a_narrow_terminal_is_whole(name: str) -> None:
     assert all(line.lstrip().startswith("#") for line in below[::2]), below  # no example takes more than a line
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run", "missing argument 'OUT'; jostle run --help"),
+        ("top a --qery 3", r"no such option: --qery .*--query.*; jostle top --help"),
+        ("frobnicate", "no such command 'frobnicate'.*; jostle --help"),
+        ("top a --kappa much", "invalid value for '--kappa': 'much' is neither a number nor auto; jostle top --help"),
+    ],
+)
+def test_words_that_are_not_understood(words: str, said: str, says: Says) -> None:
+    result = CliRunner().invoke(app, words.split(), prog_name="jostle")
+    assert result.exit_code == 2
+    assert re.fullmatch(rf"jostle: {said} shows what there is\n", result.stderr)
+    says(f"`jostle {words}`", result.stderr.strip(), 2)
+
+
 def test_help_shows_the_defaults_that_are_set() -> None:
     for shown in (options_of("run"), options_of("calibrate")):
         for name, value in presets.DEFAULTS.items():

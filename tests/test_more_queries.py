@@ -194,14 +194,14 @@ def test_what_is_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     swapped = {"query": (X[[1, 0, 2]], Y[[1, 0, 2]])}
     fewer = {"query": (X[:1], Y[:1])}
     for other in (swapped, fewer, {"query": (X[:5], 1 - Y[:5])}):
-        with pytest.raises(jostle.InputError, match="a run whose query has fingerprint"):
+        with pytest.raises(jostle.InputError, match="a run of other queries"):
             sample(tmp_path, **other)
-    with pytest.raises(jostle.InputError, match="a run whose config has fingerprint"):
+    with pytest.raises(jostle.InputError, match="a run of other settings"):
         sample(tmp_path, **MORE, seed=1)
     with pytest.raises(jostle.InputError, match=r"^examples: got none of the queries, expected all of them"):
         sample(tmp_path, **MORE)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # another model
-    with pytest.raises(jostle.InputError, match="a run whose weights has fingerprint"):
+    with pytest.raises(jostle.InputError, match="a run of a model with other weights"):
         sample(tmp_path, **MORE)
     monkeypatch.undo()
     with pytest.raises(jostle.InputError, match=r"^keep_weights: got True for .*, a run begun without") as caught:
@@ -211,7 +211,7 @@ def test_what_is_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(jostle.InputError, match="keep_weights: got keep='covariance'"):
         sample(tmp_path / "sums", keep="covariance", keep_weights=True)
     sample(tmp_path / "sums", keep="covariance", **FEW)
-    with pytest.raises(jostle.InputError, match="a run whose query has fingerprint"):
+    with pytest.raises(jostle.InputError, match="a run of other queries"):
         sample(tmp_path / "sums", keep="covariance", **MORE)
 
 

@@ -83,7 +83,7 @@ def test_extended(
     assert extended.draws == more.get("draws", 6)
     np.testing.assert_array_equal(extended.traces.to_xarray("train").step, 1 + 2 * np.arange(extended.draws))
     assert examine(tmp_path / "run") == []
-    with pytest.raises(jostle.InputError, match=r"has fingerprint \w+ \((chains|draws) "):
+    with pytest.raises(jostle.InputError, match=r"a run of other settings \((chains|draws) "):
         sample(tmp_path / "run", **settings)  # fewer than there are
 
 
@@ -715,7 +715,7 @@ def test_resume_says_what_is_missing_of_a_run_made_from_python(tmp_path: Path, s
 def test_a_run_without_its_queries_is_another(tmp_path: Path) -> None:
     phi = {"first": lambda model: next(model.parameters()).reshape(-1)[:1]}
     sample(tmp_path, observables=phi)
-    with pytest.raises(jostle.InputError, match=r"a run whose query has fingerprint \w+, expected None"):
+    with pytest.raises(jostle.InputError, match=r"a run of other queries \(fingerprint \w+ there, none now\)"):
         sample(tmp_path, observables=phi, query=None)
 
 

@@ -59,8 +59,28 @@ class ExitCode(IntEnum):
     """EX_TEMPFAIL of sysexits.h: the same command, given again, goes on."""
 
 
+WrongWords: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What a command line that cannot be read raises, whichever version of Click reads it."""
+
+
 class _Commands(TyperGroup):
     """The commands together: whatever goes wrong by name in any of them becomes one line and an exit code."""
+
+    def main(self, *arguments: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Read the command line, run what it asks for, and leave with an exit code."""
+        try:
+            code = super().main(*arguments, standalone_mode=False, **options)
+        except WrongWords as error:
+            if not standalone_mode:
+                raise
+            message = error.format_message().rstrip(".")
+            of = error.ctx.command_path if getattr(error, "ctx", None) else "jostle"
+            if message:  # none where help was shown because nothing was asked for
+                say(f"{message[:1].lower()}{message[1:]}; {of} --help shows what there is")
+            sys.exit(error.exit_code)
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""

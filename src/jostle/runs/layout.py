@@ -149,13 +149,21 @@ def writing(directory: Path, *, lock: bool = True) -> Iterator[None]:
         raise StorageError(f"out: got {reason} in {directory}; {then if kept else gone}") from error
 
 
-def _difference(directory: Path, name: str, settings: dict[str, Any]) -> str:
+OTHER = {
+    "weights": "a model with other weights",
+    "choice of weights": "other moving weights",
+    "train": "other training data",
+    "query": "other queries",
+    "sampling_data": "other sampling data",
+    "config": "other settings",
+}
+"""What a run is of, if a fingerprint of its differs."""
+
+
+def _difference(directory: Path, settings: dict[str, Any]) -> list[str]:
     """Which settings a run was made with that are others now."""
-    if name != "config":
-        return ""
     there, now = _flat(read_config(directory)), _flat(settings)
-    changed = [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
-    return f" ({'; '.join(changed)})"
+    return [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -187,11 +195,14 @@ def open_run(
         theirs, ours = manifest["fingerprints"].get(name), fingerprints.get(name)
         extended = (name == "config" and _extends(config, manifest)) or (name == "query" and more_queries)
         if theirs != ours and not extended:
-            difference = _difference(directory, name, config.to_dict())
+            changed = _difference(directory, config.to_dict()) if name == "config" else []
+            both = [f"{'none' if one is None else f'fingerprint {one}'} {when}"
+                    for one, when in ((theirs, "there"), (ours, "now"))]  # fmt: skip
             raise InputError(
                 "out",
-                got=f"{directory}, a run whose {name} has fingerprint {theirs}{difference}",
-                expected=f"{ours}, as passed now",
+                got=f"{directory}, a run of {OTHER.get(name, f'another {name}')} "
+                f"({'; '.join(changed) if changed else ', '.join(both)})",
+                expected="what it began with",
                 fix="choose another directory, or delete this one",
             )
     if keep_weights and not Traces(place_of_traces(directory, manifest)).keeps_weights:
