@@ -17,6 +17,7 @@ from jostle.cli import app
 from jostle.errors import InputError
 from jostle.runs.examples import images_of
 from jostle.scores import Scores
+from jostle.viewer.sources import RunSource
 from viewing import token_run, write_run
 
 
@@ -57,6 +58,31 @@ def test_a_report_holds_what_it_should_and_loads_nothing(place: Path, tmp_path: 
     order = np.argsort(-scores)
     assert shown == sorted({*order[:2].tolist(), *order[-2:].tolist()})
     assert [one["index"] for one in data["answers"]["examples?run=0&set=query"]["examples"]] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::jostle.errors.EstimateWarning")  # these draws support what they support
+@pytest.mark.parametrize("kappa", [10.0, 3.0, "auto"])
+@pytest.mark.parametrize("name", ["texts", "images"])
+def test_read_at_a_larger_n_beta(place: Path, tmp_path: Path, name: str, kappa: Any) -> None:
+    """The viewer has the numbers of `Run.influence` and `Run.token_influence`, and says where it reads."""
+    run = jostle.load(place / name)
+    reading = RunSource(place / name, jostle.Run, kappa).read()
+    scores = run.influence(normalize=True, kappa=kappa)
+    assert reading.kappa == scores.provenance["kappa"]
+    examples, tokens = reading.correlations("query", 1, None)
+    np.testing.assert_allclose(examples, scores.posterior_correlation[:, 1], atol=2e-5)
+    if name == "texts":
+        one = run.token_influence(4, 1, whole_query=True, normalize=True, kappa=kappa).posterior_correlation[:, 0]
+        np.testing.assert_allclose(tokens[reading.columns("train").of(4)], one, atol=2e-5)
+        position = reading.columns("query").positions_of(1)[2]
+        _, tokens = reading.correlations("query", 1, (position, position))
+        one = run.token_influence(4, 1, normalize=True, kappa=kappa).posterior_correlation[:, 2]
+        np.testing.assert_allclose(tokens[reading.columns("train").of(4)], one, atol=2e-5)
+    assert (reading.errors("query", 1, None, [0], tokens=False) is None) == bool(reading.kappa)
+    file = tmp_path / "report.html"
+    assert command("report", place / name, "-o", file, "-q", 1, "-k", 2, "--kappa", kappa).exit_code == 0
+    data = json.loads(re.search(r'id="jostle-answers">(.*?)</script>', file.read_text(), re.DOTALL).group(1))
+    assert data["answers"]["runs?"]["runs"][0]["kappa"] == data["answers"]["health?run=0"]["kappa"] == reading.kappa
 
 
 def test_a_report_of_images_and_another_method(place: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jostle.cli.shell import app, examples, say
+from jostle.cli.shell import Kappa, app, examples, say
 from jostle.errors import InputError, require_folder
 
 
@@ -17,6 +17,7 @@ from jostle.errors import InputError, require_folder
         ("jostle view runs/a", "opens a page in the browser; while it is sampling, too"),
         ("jostle view runs/a runs/b", "two runs, side by side"),
         ("jostle view runs/a ekfac.safetensors", "beside another method's scores"),
+        ("jostle view runs/a --kappa auto", "read at a larger n_beta, as jostle top --kappa auto"),
         ("jostle view runs/a --no-open --port 8000", "through an ssh tunnel"),
     )
 )
@@ -24,6 +25,7 @@ def view(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run directories, and scores in .safetensors files.")
     ],
+    kappa: Kappa = 0.0,
     port: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=65535, help="Default: 8797 or, if that is taken, any.")
     ] = None,
@@ -43,7 +45,7 @@ def view(
     from jostle.viewer.answers import Answers
     from jostle.viewer.sources import open_sources
 
-    answers = Answers(open_sources(runs, Run))
+    answers = Answers(open_sources(runs, Run, kappa))
     try:
         from jostle.viewer.server import serve
     except ImportError as error:
@@ -85,6 +87,7 @@ def report(
         int | None,
         typer.Option("-k", metavar="K", min=1, help="How many of each. Default: 20 in a page, 6 in a figure."),
     ] = None,
+    kappa: Kappa = 0.0,
 ) -> None:
     """Write views of chosen queries into one file: a page that needs no network, or a figure."""
     from jostle.runs.run import Run
@@ -94,7 +97,7 @@ def report(
     if output.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise InputError("output", got=str(output), expected="a name ending in .html, .png, .svg or .pdf")
     require_folder("output", output)
-    sources = open_sources(runs, Run)
+    sources = open_sources(runs, Run, kappa)
     try:
         if output.suffix == ".html":
             from jostle.viewer.report import write_report

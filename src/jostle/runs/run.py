@@ -311,12 +311,14 @@ class Run:
             plots.draw(found, sample, config, Path(plot))
         return found
 
-    def show(self, query: int = 0, *, k: int = 10, height: int = 640) -> Inline:
+    def show(self, query: int = 0, *, k: int = 10, kappa: Kappa = 0.0, height: int = 640) -> Inline:
         """Show a query in a notebook: its text or image, and the ``k`` training examples that helped and harmed most.
 
-        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network.
+        Tokens can be clicked as in ``jostle view``; the page is kept with the notebook and needs no network. ``kappa``
+        is that of `influence`.
         """
-        return Inline(write_report([RunSource(self.directory, Run)], queries=[query], k=k, health=False), height=height)
+        source = RunSource(self.directory, Run, kappa)
+        return Inline(write_report([source], queries=[query], k=k, health=False), height=height)
 
     def _require_chains(self) -> None:
         if len(self.healthy_chains) == 0:

@@ -80,6 +80,7 @@ class Answers:
                     "images": images,
                     "chains": len(reading.chains),
                     "draws": reading.draws,
+                    "kappa": reading.kappa,
                 }
             )
         except UnreadableError as problem:
@@ -134,6 +135,7 @@ class Answers:
             "status": reading.run.manifest["status"],
             "progress": source.progress(reading),
             "diagnostics": reading.diagnostics,
+            "kappa": reading.kappa,
             "curves": None if reading.sample is None else _curves(reading.sample, reading),
             "settings": {name: config[name] for name in ("chains", "draws", "burn_in", "thin", "batch_size", "seed")}
             | {"sampler": config["sampler"], "posterior": config["posterior"]},

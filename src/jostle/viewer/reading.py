@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from jostle.conditioning import CHOICES, Conditioned, Kappa, Moves, check_kappa, most_supported, supports
 from jostle.diagnose import Sample, diagnose, read_sample
 from jostle.errors import EstimateWarning, InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
@@ -123,10 +124,11 @@ class RecordedTraces(Traces):
 
 
 class Reading:
-    """One run at one moment."""
+    """One run at one moment, as it was sampled or at a larger n_beta."""
 
-    def __init__(self, run: Opened) -> None:
-        self.run = run
+    def __init__(self, run: Opened, kappa: Kappa = 0.0) -> None:
+        check_kappa(kappa)
+        self.run, self._asked = run, kappa
         self.complete = run.manifest["status"] == "complete"
         self._lock = threading.RLock()
         self._tables: dict[tuple[str, bool], Standardized] = {}
@@ -229,6 +231,38 @@ class Reading:
         """Whether there is enough to correlate."""
         return len(self.chains) * self.draws >= 2
 
+    @cached_property
+    def kappa(self) -> float:
+        """The κ at which everything is read (`jostle.conditioning`): as asked for, or what the draws support."""
+        if not self._asked or not self.ready():
+            return 0.0
+        if not self.has_traces:
+            if self._asked == "auto":
+                return 0.0
+            raise UnreadableError("a run without traces (keep='covariance') cannot be read at another κ")
+        if self._asked != "auto":
+            return float(self._asked)
+        with in_words("the traces cannot be read"):
+            try:
+                together = 2 if self.mirrored else 1
+                sides = (self._by_example(name) for name in SETS)
+                return most_supported(supports(*sides, self.chains, CHOICES, together=together, moves=self._moves))
+            except InputError:  # nothing moved, or there are too many draws to hold
+                return 0.0
+
+    @cached_property
+    def _moves(self) -> Moves:
+        return Moves(self._by_example("train"), self.chains)
+
+    def _by_example(self, name: str) -> Trace:
+        losses, columns = self._losses(name), self.columns(name)
+        return SequenceLosses(losses, columns, "mean") if columns.per_token else losses
+
+    def _standardized(self, trace: Trace) -> Standardized:
+        if self.kappa:  # mapped, the draws are those of one chain
+            return Standardized(Conditioned(trace, self._moves, self.kappa))
+        return Standardized(trace, self.chains)
+
     def table(self, name: str, *, tokens: bool) -> Standardized:
         """The losses of a set, by token or by example, standardized and in memory."""
         if not self.ready():
@@ -239,10 +273,10 @@ class Reading:
                 # All at once: a chunk of the store holds all columns of a few draws.
                 losses = self._losses(name)
                 trace: Trace = losses if tokens or not columns.per_token else SequenceLosses(losses, columns, "mean")
-                self._tables[name, tokens] = Standardized(trace, self.chains)
+                self._tables[name, tokens] = self._standardized(trace)
                 if columns.per_token and (name, not tokens) not in self._tables:
                     other: Trace = SequenceLosses(losses, columns, "mean") if tokens else losses
-                    self._tables[name, not tokens] = Standardized(other, self.chains)
+                    self._tables[name, not tokens] = self._standardized(other)
             return self._tables[name, tokens]
 
     def _losses(self, name: str) -> Float[np.ndarray, "chain draw column"]:
@@ -282,10 +316,13 @@ class Reading:
     def errors(
         self, name: str, sample: int, span: tuple[int, int] | None, columns: Sequence[int], *, tokens: bool
     ) -> tuple[Float[np.ndarray, " column"], int] | None:
-        """The Monte Carlo errors of some of these correlations, and their degrees of freedom; None without traces."""
+        """The Monte Carlo errors of some of these correlations, and their degrees of freedom.
+
+        None without traces, and where the training losses are held, which mixes draws.
+        """
         other = "query" if name == "train" else "train"
         of = self.columns(other)
-        if not self.has_traces or (tokens and not of.per_token):
+        if not self.has_traces or self.kappa or (tokens and not of.per_token):
             return None
         size = of.total if tokens else of.samples
         if any(not 0 <= column < size for column in columns):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from jostle.conditioning import Kappa
 from jostle.errors import InputError
 from jostle.scores import Scores
 from jostle.traces.tensor_files import read_metadata
@@ -54,8 +55,8 @@ class Source(Protocol):
 class RunSource:
     """A run directory, read again whenever it has changed."""
 
-    def __init__(self, path: Path, open_run: Callable[[Path], Opened]) -> None:
-        self.path, self._open = path.resolve(), open_run
+    def __init__(self, path: Path, open_run: Callable[[Path], Opened], kappa: Kappa = 0.0) -> None:
+        self.path, self._open, self._kappa = path.resolve(), open_run, kappa
         self.name = name_of(path)
         self._lock = threading.Lock()
         self._reading: Reading | None = None
@@ -76,7 +77,7 @@ class RunSource:
             if not self._finished():
                 stamp = Stamp(*(self._newest(self.path / part) for part in PARTS))
                 if self._reading is None or stamp != self._stamp:
-                    self._reading, self._stamp = Reading(self._open(self.path)), stamp
+                    self._reading, self._stamp = Reading(self._open(self.path), self._kappa), stamp
             assert self._reading is not None
             return self._reading
 
@@ -145,8 +146,11 @@ class ScoresSource:
             return self._table
 
 
-def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened]) -> list[Source]:
-    """Run directories, and files of scores (.safetensors); which is which is all that is looked at here."""
+def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened], kappa: Kappa = 0.0) -> list[Source]:
+    """Run directories, and files of scores (.safetensors); which is which is all that is looked at here.
+
+    Runs are read at ``kappa``, as `Run.influence` does.
+    """
     sources: list[Source] = []
     for path in paths:
         if path.suffix == ".safetensors":
@@ -154,7 +158,7 @@ def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened]) -> l
                 raise InputError("view", got=f"{path}, which does not exist", expected="a file that Scores.save wrote")
             sources.append(ScoresSource(path))
         elif path.is_dir():
-            sources.append(RunSource(path, open_run))
+            sources.append(RunSource(path, open_run, kappa))
         else:
             raise InputError(
                 "view", got=f"{path}, which is no directory", expected="a run directory, or scores in a .safetensors"

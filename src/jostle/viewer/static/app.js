@@ -221,6 +221,10 @@ class App {
     if (run.status && run.status !== "complete") {
       parts.push(element("span", { class: "badge sampling" }, `still sampling: ${plural(run.draws, "draw")} of ${plural(run.chains, "chain")}`));
     }
+    if (run.kappa) {
+      const about = "Read at a larger n_beta than was sampled, with the training losses held (--kappa)";
+      parts.push(element("span", { class: "badge", title: about }, `read at κ = ${run.kappa}`));
+    }
     const level = this.verdicts.get(`${run.run} ${run.draws}`);
     if (level && level !== "good") {
       parts.push(element("button", { type: "button", class: `badge ${level}`, onclick: () => this.go({ view: "health" }, { remember: true }) }, level));

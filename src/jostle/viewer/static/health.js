@@ -122,7 +122,7 @@ function plots({ curves, diagnostics, progress: now, settings: { thin } }) {
   return figures;
 }
 
-function numbers({ diagnostics: found }) {
+function numbers({ diagnostics: found, kappa }) {
   if (!found) return null;
   const rows = [];
   const row = (name, value, meaning) => value !== null && value !== undefined && rows.push([name, value, meaning]);
@@ -139,7 +139,7 @@ function numbers({ diagnostics: found }) {
   if (coefficient?.value) row("Local learning coefficient", compact(coefficient.value), coefficient.standard_error ? `± ${compact(coefficient.standard_error)}` : "");
   if (found.kappa_support) {
     const each = Object.entries(found.kappa_support).map(([kappa, support]) => `${kappa}: ${support.toFixed(2)}`).join(", ");
-    row("Supported κ", compact(found.kappa), `support of ${each}; --kappa auto reads there, and this page as it was sampled`);
+    row("Supported κ", compact(found.kappa), `support of ${each}; --kappa auto reads there, and this page ${kappa ? `at ${compact(kappa)}` : "as it was sampled"}`);
   }
   return table("What it rests on", rows);
 }
