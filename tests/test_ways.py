@@ -186,55 +186,6 @@ def test_what_is_kept_is_what_the_block_gave(kind: str, kept: str | None, caplog
     assert kept is None or kept in said[0]
 
 
-class Stages(torch.nn.Module):
-    """A small residual network for images, as people write them: stages that are called one after another."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(inplace=True))
-        self.first, self.second = torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 3, padding=1)
-        self.out, self.kind = torch.nn.Linear(4, 3), kind
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        stem = self.stem(images)
-        if self.kind == "twice":
-            stem = self.stem(stem[:, :3])
-        hidden = self.first(stem)
-        hidden = torch.nn.functional.relu_(hidden) if self.kind == "in place" else torch.nn.functional.gelu(hidden)
-        hidden = hidden + torch.nn.functional.gelu(self.second(hidden))
-        if self.kind == "a connection that skips":
-            hidden = hidden + stem
-        return self.out(hidden.mean((2, 3)))
-
-
-@pytest.mark.parametrize(("kind", "weights", "kept", "again"), [
-    ("plain", "second.*", 2, False), ("plain", ["second.*", "out.*"], 2, False), ("plain", "first.*", 1, False),
-    ("plain", "stem.*", 0, True), ("a connection that skips", "second.*", 0, True),
-    ("a connection that skips", "first.*", 1, False), ("twice", "second.*", 1, True), ("in place", "second.*", 0, True),
-])  # fmt: skip
-def test_stages_that_do_not_move_are_computed_once(kind: str, weights: Any, kept: int, again: bool) -> None:
-    """Of a model without repeated blocks: the same numbers, and what comes first runs once for each observed batch."""
-    model = Stages(kind).double()
-    moving, loss = MovingWeights(model, weights), jostle.losses.classification()
-    data = Data((torch.randn(9, 3, 6, 5).double(), torch.arange(9) % 3), "train")
-    untouched = copy.deepcopy(model)
-    plain = FunctionalModel(untouched, MovingWeights(untouched, weights))
-    observer = Observer(plain, loss, data, 5)
-    with InPlace(model, moving) as fast:
-        observer(fast, moving.center[None])
-        assert len(fast._prefix.frozen) == kept
-        ran: list[torch.nn.Module] = []
-        forward = model.stem[0].forward
-        model.stem[0].forward = lambda images: (ran.append(model.stem[0]), forward(images))[1]
-        for step in range(3):
-            chain = moving.center[None] * (1 + 0.1 * step)
-            torch.testing.assert_close(observer(fast, chain), observer(plain, chain))
-        del model.stem[0].forward
-    assert bool(ran) == again
-    assert torch.isfinite(model(data.batch(range(9))[0])).all()  # and nothing of it is left behind
-
-
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_compiled(name: str) -> None:
     # Sizes that are symbols, as a second size makes them, double the seconds of tracing: one architecture has them here.

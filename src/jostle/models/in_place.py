@@ -105,8 +105,6 @@ class InPlace(FunctionalModel):
             module._compiled_call_impl = before
         moving_blocks = self._prefix.blocks[len(self._prefix.frozen) :]
         modules = [] if backend is None else (moving_blocks or [self.model])
-        if modules == [self.model]:  # one compilation holds all of it: no module in it can be replaced
-            self._prefix.off()
         self._compiled = {module: module._compiled_call_impl for module in modules}  # a user may have compiled them
         for module in modules:
             module.compile(backend=_inductor if backend == "inductor" else backend)
@@ -175,8 +173,7 @@ class InPlace(FunctionalModel):
             return at_least_float32(torch.cat(parts))
 
         if isinstance(batches, list):
-            with self.precision():
-                self._prefix.check(loss, batches[0].batch)
+            self._prefix.check(loss, batches[0].batch)
         values = []
         for flat in weights:
             self._place(flat)

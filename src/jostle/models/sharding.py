@@ -57,7 +57,7 @@ class Sharded(InPlace):
         super().__init__(model, moving.shard(crew.rank, crew.count), bfloat16=bfloat16)
         self.crew = crew
         self.moving.center = self.moving.center.to(self.device)  # that of the whole model stays where it is
-        self._prefix.off()
+        self._prefix.frozen = []
 
     def __enter__(self) -> Self:
         return self
