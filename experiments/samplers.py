@@ -72,10 +72,10 @@ RULES = {
     "ornstein-uhlenbeck": "OrnsteinUhlenbeck", "sgnht": "SGNHT",
 }  # fmt: skip
 DEFAULT, OVERDAMPED, CONTROL = "default: BAOAB, thin auto", "LeimkuhlerMatthews, thin auto", "Gaussian: no gradient"
-NEARER = f"{CONTROL}, ten times the localization"
-CONTROLS = (CONTROL, NEARER, f"{CONTROL}, paper's localization")
+NEARER = {f"{CONTROL}, three times the localization": 3.0, f"{CONTROL}, ten times the localization": 10.0}
+CONTROLS = (CONTROL, *NEARER, f"{CONTROL}, paper's localization")
 READ_AUTO = ", read at κ auto"
-CANDIDATES = (DEFAULT, OVERDAMPED, *(f"{name}{how}" for name in (CONTROL, NEARER) for how in (READ, READ_AUTO)))
+CANDIDATES = (DEFAULT, OVERDAMPED, *(f"{name}{how}" for name in (CONTROL, *NEARER) for how in (READ, READ_AUTO)))
 """What might be the default: each is compared with the reference, the controls and gradients."""
 REFERENCES = {"paper: SGLD": "sgld", "paper: RMSprop-SGLD": "rmsprop-devinterp"}
 DECAY = 0.01
@@ -189,8 +189,8 @@ def rows_of(
     default = rows.get(DEFAULT)
     if default is not None:
         rows[CONTROL] = {**blind, "localization": default["localization"]}
-        rows[NEARER] = {**blind, "localization": 10 * default["localization"]}
-    rows[CONTROLS[2]] = {**blind, "localization": paper["localization"]}
+        rows |= {name: {**blind, "localization": times * default["localization"]} for name, times in NEARER.items()}
+    rows[CONTROLS[-1]] = {**blind, "localization": paper["localization"]}
     rows |= rules
     if "SGLD, calibrated" in rules:
         rows["SGLD, calibrated, thin 1"] = {**rules["SGLD, calibrated"], "draws": DRAWS, "thin": 1}

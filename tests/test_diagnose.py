@@ -525,7 +525,8 @@ def test_a_call_ends_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> Non
     run = jostle.attribute(model, data, data, **settings)
     verdict = run.diagnostics()["verdict"]["summary"]
     assert "raise --draws to" in verdict
-    assert capsys.readouterr().err == f"jostle: {verdict.replace('--', '')}\n"
+    assert capsys.readouterr().err == f"jostle: {verdict.replace('--draws', 'draws')}\n"
+    assert diagnose.in_python("raise --burn-in to about 3, and --thin") == "raise burn_in to about 3, and thin"
     jostle.attribute(model, data, data, **settings, progress=False)
     jostle.calibrate(model, data, data, batch_size=12)
     assert capsys.readouterr().err == ""

@@ -74,7 +74,8 @@ class _Commands(TyperGroup):
             if not standalone_mode:
                 raise
             message = error.format_message().rstrip(".")
-            of = error.ctx.command_path if getattr(error, "ctx", None) else "jostle"
+            named = next((word for word in sys.argv[1:] if word in self.commands), None)
+            of = error.ctx.command_path if getattr(error, "ctx", None) else " ".join(filter(None, ("jostle", named)))
             if message:  # none where help was shown because nothing was asked for
                 say(f"{message[:1].lower()}{message[1:]}; {of} --help shows what there is")
             sys.exit(error.exit_code)

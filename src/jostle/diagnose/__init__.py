@@ -30,7 +30,7 @@ from jostle.diagnose.measures import (
     split_r_hat,
 )
 from jostle.diagnose.sample import PROBED_SERIES, Sample, read_sample, spread
-from jostle.diagnose.verdict import Reason, command, judge
+from jostle.diagnose.verdict import Reason, command, in_python, judge
 from jostle.estimate import FEWEST_DRAWS, covariance_from_sums
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "effective_draws",
     "effective_sizes",
     "half_scores",
+    "in_python",
     "learning_coefficient",
     "moving",
     "pair_products",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,11 @@ def judge(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
         "hint": _hint(config, reasons, found),
         "settings": _together([reason.settings for reason in reasons]),
     }
+
+
+def in_python(advice: str) -> str:
+    """Name arguments as Python does, instead of the flags of the command line."""
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), advice)
 
 
 def _hint(config: Mapping[str, Any], reasons: list[Reason], found: Mapping[str, Any]) -> str | None:

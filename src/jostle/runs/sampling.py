@@ -15,6 +15,7 @@ from jostle.chains.signals import interruptible
 from jostle.chains.thinning import USUAL_THIN
 from jostle.config import Config, Criterion, Keep, Precision, describe
 from jostle.data.datasets import Collate, fingerprint_tensors, fingerprint_text
+from jostle.diagnose import in_python
 from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -250,7 +251,7 @@ def attribute(
     run = Run(directory)
     _tell(run, warn=ranks.leads)
     if progress and ranks.leads:
-        say_at_the_end(lambda: run.diagnostics(support=False)["verdict"]["summary"].replace("--", ""))
+        say_at_the_end(lambda: in_python(run.diagnostics(support=False)["verdict"]["summary"]))
     return run
 
 

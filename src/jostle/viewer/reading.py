@@ -244,9 +244,10 @@ class Reading:
             return float(self._asked)
         with in_words("the traces cannot be read"):
             try:
+                train, query = (self._by_example(name) for name in SETS)
                 together = 2 if self.mirrored else 1
-                sides = (self._by_example(name) for name in SETS)
-                return most_supported(supports(*sides, self.chains, CHOICES, together=together, moves=self._moves))
+                found = supports(train, query, self.chains, CHOICES, together=together, moves=self._moves)
+                return most_supported(found)
             except InputError:  # nothing moved, or there are too many draws to hold
                 return 0.0
 

@@ -56,7 +56,8 @@ class RunSource:
     """A run directory, read again whenever it has changed."""
 
     def __init__(self, path: Path, open_run: Callable[[Path], Opened], kappa: Kappa = 0.0) -> None:
-        self.path, self._open, self._kappa = path.resolve(), open_run, kappa
+        self.path, self._open = path.resolve(), open_run
+        self._kappa: Kappa = kappa
         self.name = name_of(path)
         self._lock = threading.Lock()
         self._reading: Reading | None = None
