@@ -230,6 +230,30 @@ def test_repeated_from_its_config(place: Path, tmp_path: Path) -> None:
     assert again.config == first.config
 
 
+def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_task.py").write_text("import torch\nX, y = torch.randn(8, 3), torch.randn(8, 1)\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch, jostle\nfrom beside_the_task import X, y\n"
+        "def build():\n"
+        "    return {'model': torch.nn.Linear(3, 1), 'train': (X, y), 'query': (X[:2], y[:2]),\n"
+        "            'loss': jostle.losses.regression()}\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["run", tmp_path / "run", "--task", tmp_path / "mine.py", "--draws", 3, "--thin", 1]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.stderr
+
+
+def test_paths_are_kept_in_full(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run can be repeated from anywhere."""
+    monkeypatch.chdir(place)
+    full = {name: str(place / name) for name in ("model", "train.jsonl", "query.jsonl")}
+    kept = requests.source_of({"model": "model", "train": "train.jsonl", "query": ["query.jsonl"]})
+    assert kept == {"model": full["model"], "train": full["train.jsonl"], "query": full["query.jsonl"]}
+    kept = requests.source_of({"train": "train.jsonl", "query": ["query.jsonl", "train.jsonl"]})
+    assert kept["query"] == [full["query.jsonl"], full["train.jsonl"]]
+
+
 def test_a_task_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch, jostle\n"

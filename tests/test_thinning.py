@@ -112,7 +112,17 @@ def test_a_run_with_costly_observations_is_thinned_until_draws_are_independent(
     assert found["observation_seconds"] == 1000.0
     assert costly.config["thin"] == found["thin"] > found["autocorrelation_time"]
     slow_observation(monkeypatch, 0.01)
-    assert run().config["thin"] < found["thin"] / 3
+    assert run(draws=120).config["thin"] < found["thin"] / 3
+
+
+def test_a_pilot_that_would_outlast_the_run_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_observation(monkeypatch, 0.01)
+    short = run(draws=8)
+    assert short.config["thin"] == thinning.USUAL_THIN
+    assert short.manifest["thinning"]["pilot_steps"] == 0
+    assert str(thinning.Thinning(**short.manifest["thinning"])).endswith(
+        "a pilot would take longer than half of the run"
+    )
 
 
 def test_the_pilot_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -374,7 +374,8 @@ def source_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the model and the data of a request come from, as full paths."""
     named = {name: _absolute(request[name]) for name in SOURCES if name in request}
     if isinstance(named.get("query"), list):
-        named["query"] = named["query"][0] if len(named["query"]) == 1 else [*map(_absolute, named["query"])]
+        queries = [*map(_absolute, named["query"])]
+        named["query"] = queries[0] if len(queries) == 1 else queries
     return named
 
 

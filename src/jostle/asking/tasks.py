@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,7 +203,7 @@ def _check_vocabulary(examples: dict[str, list[Example]], network: Any, model: s
 
 
 def from_file(reference: str, device: str | None = None) -> Task:
-    """Call ``build()`` of a user's own file: ``my_file.py:build``.
+    """Call ``build()`` of a user's own file: ``my_file.py:build``, which may import what lies beside it.
 
     It returns a mapping with ``model``, ``train``, ``query`` and ``loss``, and whatever else `jostle.attribute` takes
     (``sampling_data``, ``collate``, ``potential_loss``, ``observables``, ``examples``).
@@ -215,6 +216,9 @@ def from_file(reference: str, device: str | None = None) -> Task:
     if spec is None or spec.loader is None:
         raise InputError("task", got=path, expected="a Python file")
     module = importlib.util.module_from_spec(spec)
+    beside = str(Path(path).resolve().parent)
+    if beside not in sys.path:  # for good, as `python FILE.py` has it: what it imports may import more later
+        sys.path.insert(0, beside)
     spec.loader.exec_module(module)
     build = getattr(module, name or "build", None)
     if not callable(build):

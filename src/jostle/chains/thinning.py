@@ -31,6 +31,9 @@ FEWEST_STEPS, MOST_STEPS = 200, 20_000
 PILOT_SHARE = 0.1
 """The share of the time of all observations that a pilot may take, where it needs more than the fewest steps."""
 
+SHORT_PILOT = 10.0
+"""Seconds. One that lasts longer than this, and than half of the run, is not begun."""
+
 ENOUGH_TIMES = 30
 """A pilot is long enough when the half that is used has lasted for so many autocorrelation times."""
 
@@ -50,6 +53,8 @@ class Thinning:
     pilot_steps: int
 
     def __str__(self) -> str:
+        if not self.pilot_steps:
+            return f"thin {self.thin}: a pilot would take longer than half of the run"
         if self.autocorrelation_time is None:
             return f"thin {self.thin}: the pilot showed nothing that moved and stayed finite"
         return (
@@ -101,9 +106,14 @@ def choose_thin(
     observation = timed(dynamics, lambda: dynamics.observe(group))[1]
     look()
     glance = timed(dynamics, look)[1]
-    walk(max(0, config.burn_in - group.step))
     # The run's observations, by all groups of chains, one after another.
     planned = -(-config.chains // at_once) * config.draws * observation
+    usual = planned * (1 + USUAL_THIN * step / observation)
+    if config.burn_in * step + FEWEST_STEPS * (step + glance) > max(SHORT_PILOT, usual / 2):
+        chosen = Thinning(USUAL_THIN, None, step, observation, 0)
+        log.info("%s", chosen)
+        return chosen
+    walk(max(0, config.burn_in - group.step))
     most = int(np.clip(PILOT_SHARE * planned / (step + glance), FEWEST_STEPS, MOST_STEPS))
     while True:
         while len(seen) < wanted:
