@@ -349,7 +349,8 @@ def measure(name: str, record: dict[str, Any], seeds: int, work: Path, save: Cal
                 found = run.diagnostics()
                 cell |= {
                     "localization": chosen.posterior.localization, "n_beta": chosen.posterior.n_beta,
-                    "curvature": chosen.curvature.largest, "curvature_nearby": chosen.curvature_nearby,
+                    "curvature": chosen.curvature and chosen.curvature.largest,
+                    "curvature_nearby": chosen.curvature_nearby,
                     "thin": chosen.thin, "rise_of_draws": found["rise"], "effective_draws": found["effective_draws"],
                     "failed_chains": len(run.failed_chains),
                     "correlation": lds_over_queries(bank, run.influence(normalize=True)),

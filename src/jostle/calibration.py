@@ -66,9 +66,9 @@ PERTURBATIONS = (4, 16, 64)
 """The rise is averaged over so many Gaussian perturbations, each with its mirror image: over more of them where its
 standard error is still large. With many weights every perturbation raises the loss alike."""
 
-RISE_TOLERANCE, RISE_ERROR, MOST_TRIALS = 0.03, 0.05, 40
+RISE_TOLERANCE, RISE_ERROR, MOST_TRIALS = 0.03, 0.15, 40
 """How near the measured rise has to come to the chosen one, how large its standard error may be, both relatively; and
-how often to try."""
+how often to try. Scores hardly change with the rise (docs/calibration.md), and a smaller error takes many passes."""
 
 WIDEST = 30.0
 """Perturbations that are so many times the weights' own size and still do not raise the loss never will."""
@@ -114,9 +114,9 @@ class Calibration:
     """Of the mean loss over w* under Gaussian perturbations at this localization, in nats, as measured."""
     rise_error: float
     """Its standard error over perturbations."""
-    curvature: Curvature
-    """At w*."""
-    curvature_nearby: float
+    curvature: Curvature | None
+    """At w*; None where no gradient is taken."""
+    curvature_nearby: float | None
     """λmax at a perturbation: what a chain meets on its way."""
     pilot: dict[str, Any] | None
     choices: tuple[Choice, ...]
@@ -132,7 +132,7 @@ class Calibration:
         return {
             "rise": self.rise,
             "rise_standard_error": self.rise_error,
-            "largest_curvature": self.curvature.largest,
+            "largest_curvature": self.curvature and self.curvature.largest,
             "largest_curvature_nearby": self.curvature_nearby,
             "pilot": self.pilot,
             "choices": [dataclasses.asdict(choice) for choice in self.choices],
@@ -257,7 +257,8 @@ def calibrate(
 ) -> Calibration:
     """Choose the posterior, the step size, the burn-in and the thinning for a model, with a reason for each.
 
-    Costs some hundred passes over 256 examples and a short pilot. The model is left as it was.
+    Costs some hundred passes over 256 examples and a short pilot; without a gradient, some tens of passes. The model is
+    left as it was.
 
     Args:
         model: the trained model, at w*.
@@ -295,6 +296,8 @@ def calibrate(
     require_whole("batch_size", batch_size, at_least=1)
     loss = loss or classification_loss()
     sampler = sampler or BAOAB(step_size=1.0)
+    if kappa == 0 or n_beta == 0:
+        sampler = Gaussian()
     chosen: list[Choice] = []
 
     def note(name: str, value: float | str, reason: str) -> None:
@@ -334,18 +337,20 @@ def calibrate(
         found = float(rises.mean())
         error = standard_error(rises)
         note("localization", localization, f"{reason} {found:.3g} ± {error:.1g} nats ({probe.examples} examples)")
-        curvature = kept_curvature(probe, "at w*", moving.center, seed)
-        jolted = moving.center + noise(in_place, seed, 1) / math.sqrt(localization)
-        nearby = kept_curvature(probe, f"at localization {localization!r}", jolted, seed).largest
-        steepest = max(curvature.largest, nearby)
-        note(
-            "curvature",
-            steepest,
-            f"the largest of the mean loss: {curvature.largest:.3g} at w*, {nearby:.3g} at such a perturbation",
-        )
-    if isinstance(sampler, Gaussian) or kappa == 0 or n_beta == 0:
-        sampler, n_beta, asked = Gaussian(), 0.0, "no gradient was asked for: the control"
-        note("n_beta", 0.0, asked)
+        curvature, nearby, steepest = None, None, 0.0
+        if not isinstance(sampler, Gaussian):
+            curvature = kept_curvature(probe, "at w*", moving.center, seed)
+            jolted = moving.center + noise(in_place, seed, 1) / math.sqrt(localization)
+            nearby = kept_curvature(probe, f"at localization {localization!r}", jolted, seed).largest
+            steepest = max(curvature.largest, nearby)
+            note(
+                "curvature",
+                steepest,
+                f"the largest of the mean loss: {curvature.largest:.3g} at w*, {nearby:.3g} at such a perturbation",
+            )
+    if isinstance(sampler, Gaussian):
+        n_beta = 0.0
+        note("n_beta", 0.0, "no gradient was asked for: draws are independent, and can be read at a larger one")
     elif n_beta is None:
         if not steepest > 0:
             raise InputError("curvature", got=f"{steepest:.3g}", expected="a loss that curves upwards somewhere")
@@ -360,7 +365,7 @@ def calibrate(
         step = longest if step_size is None else step_size
         sampler = _with_step(sampler, step)
     tried, halvings = None, 0
-    if pilot:
+    if pilot and not isinstance(sampler, Gaussian):  # whose draws are those that the rise was measured with
         if query is None:
             query = train
 
@@ -380,7 +385,7 @@ def calibrate(
             tried = tried_out(sampler)
             if tried["fault"] is None:
                 break
-            if halvings == MOST_HALVINGS or isinstance(sampler, Gaussian):
+            if halvings == MOST_HALVINGS:
                 raise InputError(
                     "step_size",
                     got=f"a pilot that fails at {step:.3g} still: {tried['fault']}",
@@ -399,8 +404,11 @@ def calibrate(
         note("step_size", step, reason)
     forgets = memory(sampler, localization)
     burn_in, thin = _lengths(sampler, localization)
-    note("burn_in", str(burn_in), f"{MEMORIES_OF_BURN_IN} times the {forgets:.1f} steps in which the pull forgets")
-    note("thin", str(thin), "those steps, rounded up")
+    if isinstance(sampler, Gaussian):
+        note("thin", str(thin), "every step is a new draw")
+    else:
+        note("burn_in", str(burn_in), f"{MEMORIES_OF_BURN_IN} times the {forgets:.1f} steps in which the pull forgets")
+        note("thin", str(thin), "those steps, rounded up")
     if tried is not None:
         note(
             "pilot",
