@@ -107,8 +107,8 @@ def choose_thin(
     look()
     glance = timed(dynamics, look)[1]
     # The run's observations, by all groups of chains, one after another.
-    planned = -(-config.chains // at_once) * config.draws * observation
-    usual = planned * (1 + USUAL_THIN * step / observation)
+    draws = -(-config.chains // at_once) * config.draws
+    planned, usual = draws * observation, draws * (observation + USUAL_THIN * step)
     if config.burn_in * step + FEWEST_STEPS * (step + glance) > max(SHORT_PILOT, usual / 2):
         chosen = Thinning(USUAL_THIN, None, step, observation, 0)
         log.info("%s", chosen)

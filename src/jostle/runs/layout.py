@@ -157,7 +157,7 @@ OTHER = {
     "sampling_data": "other sampling data",
     "config": "other settings",
 }
-"""What a run is of, if a fingerprint of its differs."""
+"""What a run is said to be of, by the name of the fingerprint that differs."""
 
 
 def _difference(directory: Path, settings: dict[str, Any]) -> list[str]:
