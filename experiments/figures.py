@@ -75,7 +75,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
             )  # fmt: skip
         seconds = [row["seconds"] for _, row in rows if "seconds" in row]
         if seconds and name != "EK-FAC, best damping":  # which takes another one's factors
-            panels[2].barh(name, np.mean(seconds), color=colour)
+            panels[2].barh(name, np.median(seconds), color=colour)  # of seeds, some beside other work
     for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
         panel.set_xticks(range(len(banks)), banks)
         panel.set(xlabel=xlabel, title=f"{title}, ± standard error")
