@@ -160,9 +160,12 @@ def test_top_as_a_table(place: Path, columns: int) -> None:
     result = jostle_command("top", place / "run", "-q", 0, columns=columns)
     assert "+1.000" in result.stdout
     assert "positive = the losses move together" in " ".join(result.stdout.split())
-    assert "     2        +1.000   <s>seven" in result.stdout
+    assert re.search(r"^     2   \+1\.000 ± \S+ +<s>seven", result.stdout, re.MULTILINE)
     table = result.stdout.split("posterior correlation:")[0]
     assert max(map(len, table.splitlines())) <= columns
+    without = jostle_command("top", place / "run", "-q", 0, "--no-error", columns=columns).stdout
+    assert "     2        +1.000   <s>seven" in without
+    assert "±" not in without
 
 
 def test_a_side_without_examples_is_not_an_empty_table() -> None:

@@ -141,7 +141,7 @@ def test_standard_errors_are_those_of_other_draws(normalize: bool) -> None:
         train, query = weights @ g.T, weights @ h.T
         moves = Moves(train, np.arange(4))
         found.append(covariance(*(Conditioned(x, moves, 10.0) for x in (train, query)), normalize=normalize).values)
-        error, freedom = jackknife_error(train, train, query, np.arange(4), 10.0, mirrored=False, normalize=normalize)
+        error, freedom = jackknife_error(moves, train, query, np.arange(4), 10.0, mirrored=False, normalize=normalize)
         assert freedom >= 3
         claimed.append(error**2)
     ratio = np.mean(claimed) / np.var(found, axis=0, ddof=1).mean()
@@ -235,7 +235,8 @@ def test_support_reads_the_losses_once_where_their_moves_are_known(examples: int
     assert counted.read == before
     assert found == pytest.approx({10.0: support_by_hand(train[chains], query[chains], 10.0)}, rel=1e-6)
     half = torch.arange(80) < 40
-    directions, sizes = moves.among(half)
+    some = moves.among(half)
+    directions, sizes = some.directions, some.sizes
     Z = train[0] - train[0].mean(0)
     np.testing.assert_allclose((directions * sizes) @ directions.T, Z @ Z.T, atol=1e-9 * sizes[-1])
 

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jostle.errors import InputError
@@ -112,13 +112,14 @@ class Moves:
         self._values = torch.cat(kept, 1) if gram is None else gram
         """ZZᵀ, or Z where there are fewer examples than draws."""
         self._total = float(gram.trace() if gram is not None else self._values.square().sum())
+        self._rounding_of = 0.0
         if not self._total:
             raise InputError("kappa", got="training losses that never moved", expected="losses that can be held")
         self.between_chain_share = float(np.concatenate(shares).mean())
 
     @cached_property
     def _found(self) -> tuple[Tensor, Tensor]:
-        return _directions(self._values, 0.0, squared=self._squared)
+        return _directions(self._values, self._rounding_of, squared=self._squared)
 
     @property
     def directions(self) -> Float[Tensor, "draws move"]:
@@ -130,12 +131,17 @@ class Moves:
         """The eigenvalues, the largest last."""
         return self._found[1]
 
-    def among(self, rows: Tensor) -> tuple[Float[Tensor, "row move"], Float[Tensor, " move"]]:
-        """Eigenvectors and eigenvalues of some of the draws, around their own mean: nothing is read for them again."""
+    def among(self, rows: Bool[Tensor, " draws"]) -> Moves:
+        """Those of some of the draws, as one chain around its own mean: nothing is read for them again."""
         values = self._values[rows]
         if self._squared:
             values = values[:, rows] - values[:, rows].mean(1, keepdim=True)
-        return _directions(values - values.mean(0), self._total, squared=self._squared)
+        some = object.__new__(Moves)
+        some.draws, some.between_chain_share = int(rows.sum()), self.between_chain_share
+        some._chains, some._centering = np.arange(1), "pooled"
+        some._squared, some._values = self._squared, values - values.mean(0)
+        some._total = some._rounding_of = self._total
+        return some
 
     def centered(self, values: Float[np.ndarray, "chain draw column"]) -> Float[Tensor, "draws column"]:
         """Return losses of all chains as the moves see them."""
@@ -227,7 +233,8 @@ def supports(
     probed = [torch.from_numpy(_some_columns(trace, chains)).flatten(0, 1).double() for trace in (train, other)]
     kept: dict[float, list[np.ndarray]] = {}
     for rows in halves.flatten(1):
-        directions, sizes = moves.among(rows)
+        part = moves.among(rows)
+        directions, sizes = part.directions, part.sizes
         if not len(sizes):
             return None
         sides = [side[rows] - side[rows].mean(0) for side in probed]
@@ -268,7 +275,7 @@ def _some_columns(trace: Trace, chains: np.ndarray) -> Float[np.ndarray, "chain 
 
 
 def jackknife_error(
-    train: Trace, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
+    moves: Moves, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
 ) -> tuple[Float[np.ndarray, "left right"], int]:
     """The standard error of every entry, and its degrees of freedom; pooled.
 
@@ -276,17 +283,18 @@ def jackknife_error(
     losses are held anew. Batches are as long as the draws' autocorrelation asks for, and longer where these would be
     more than `MOST_BATCHES`; each chain has one at least.
     """
-    width = max(1, BUFFER_BYTES // (32 * len(chains) * train.shape[1] * getattr(train, "read_per_column", 1)))
+    draws = left.shape[1]
+    width = max(1, BUFFER_BYTES // (32 * len(chains) * draws * getattr(left, "read_per_column", 1)))
     first, second = (next(column_blocks(trace, chains, width))[1] for trace in (left, right))
-    draws = train.shape[1]
     length = length_of_batch(first, second, most=MOST_BATCHES)
     batches = Batches(len(chains), draws, length, "pooled", together=2 if mirrored else 1)
     total = np.zeros((left.shape[2], right.shape[2]))
     squares = np.zeros_like(total)
-    alone = np.arange(1)
     for left_out in batches.slices:
-        moves = Moves(LeftOut(train, chains, left_out), alone)
-        sides = (Conditioned(LeftOut(side, chains, left_out), moves, kappa) for side in (left, right))
+        rows = torch.ones(len(chains), draws, dtype=torch.bool)
+        rows[left_out] = False
+        some = moves.among(rows.flatten())
+        sides = (Conditioned(LeftOut(side, chains, left_out), some, kappa) for side in (left, right))
         values = covariance(*sides, **options).values.astype(np.float64)
         total += values
         squares += values**2

@@ -44,6 +44,8 @@ class Ranking:
     normalized: bool
     helpful: list[Entry]
     harmful: list[Entry]
+    kappa: float = 0.0
+    """What the scores were read at."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ranking as plain data, for JSON."""
@@ -131,6 +133,7 @@ class Scores:
             normalized=self.normalized,
             helpful=[entry(index) for index in order[:k] if column[index] < 0],
             harmful=[entry(index) for index in order[::-1][:k] if column[index] > 0],
+            kappa=self.provenance.get("kappa", 0.0),
         )
 
     def save(self, path: str | Path) -> None:

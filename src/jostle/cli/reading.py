@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jostle.cli.shell import Kappa, Normalize, Out, Query, Reduction, app, examples, say
-from jostle.errors import InputError
+from jostle.errors import EstimateWarning, InputError
 
 if TYPE_CHECKING:
     from jostle.runs.run import Run
-    from jostle.scores import Scores
 
 
 def _warn(run: Run) -> None:
@@ -26,9 +26,8 @@ def _warn(run: Run) -> None:
             say(f"warning: {verdict['summary']}" + (f": {remedy}" if remedy else ""))
 
 
-def _read_at(scores: Scores) -> str:
+def _read_at(kappa: float, *, chosen: bool) -> str:
     """Say at which κ, and whether it was chosen."""
-    kappa, chosen = scores.provenance["kappa"], "kappa_chosen" in scores.provenance
     how = "with the training losses held" if kappa else "as it was sampled"
     support = ", which the draws support" if kappa else ": the draws support no larger one"
     return f"read at κ = {kappa:g}{support if chosen else ''}, {how}"
@@ -47,7 +46,10 @@ def top(
     normalize: Normalize = True,
     reduction: Reduction = "mean",
     kappa: Kappa = 0.0,
-    standard_error: Annotated[bool, typer.Option("--error/--no-error", help="Show Monte Carlo errors.")] = False,
+    standard_error: Annotated[
+        bool | None,
+        typer.Option("--error/--no-error", help="Show Monte Carlo errors. Default: where there are draws enough."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; scores keep their sign: negative helps.")
     ] = False,
@@ -58,25 +60,28 @@ def top(
     from rich.console import Console
 
     from jostle.cli.terminal import print_ranking
+    from jostle.estimate import FEWEST_BATCHES
     from jostle.runs.run import load
 
     opened = load(out)
-    scores = opened.influence(
-        normalize=normalize,
-        reduction=reduction,
-        kappa=kappa,
-        standard_error=standard_error,
-    )
-    ranking, train, queries = scores.top(query, k), opened.examples("train"), opened.examples("query")
+    enough = len(opened.healthy_chains) * opened.draws >= FEWEST_BATCHES and opened.config["keep"] == "traces"
+    with warnings.catch_warnings():
+        if standard_error is None:  # nobody asked for errors: of those that rest on little the verdict says enough
+            warnings.filterwarnings("ignore", "standard errors rest on", EstimateWarning)
+        [ranking] = opened.top(
+            k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa,
+            standard_error=enough if standard_error is None else standard_error,
+        )  # fmt: skip
+    train, queries = opened.examples("train"), opened.examples("query")
     _warn(opened)
     if not as_json:
         print_ranking(Console(highlight=False), ranking, train, queries)
         if kappa:
-            typer.echo(_read_at(scores))
+            typer.echo(_read_at(ranking.kappa, chosen=kappa == "auto"))
         return
     plain = ranking.to_dict()
     if kappa:
-        plain["kappa"] = scores.provenance["kappa"]
+        plain["kappa"] = ranking.kappa
     for entry in (*plain["helpful"], *plain["harmful"]):
         if train:
             entry["text"] = train[entry["index"]].get("text")
@@ -116,7 +121,8 @@ def show(
     if token is not None and token not in scored:
         raise InputError("token", got=token, expected=f"a scored position of the query ({scored[0]} to {scored[-1]})")
     _warn(opened)
-    chosen = train or [entry.index for entry in opened.influence(normalize=True, kappa=kappa).top(query, k).helpful]
+    [ranking] = opened.top(k, queries=[query], normalize=True, kappa=kappa)
+    chosen = train or [entry.index for entry in ranking.helpful]
     console = Console(highlight=False)
     marked = [token] if token is not None else scored
     print_tokens(console, f"query {query}", queries[query], marked=marked)
@@ -132,7 +138,7 @@ def show(
     console.print()
     console.print(legend())
     if kappa and scores is not None:
-        typer.echo(_read_at(scores))
+        typer.echo(_read_at(scores.provenance["kappa"], chosen=kappa == "auto"))
 
 
 @app.command(
@@ -159,7 +165,7 @@ def export(
     scores = opened.influence(normalize=normalize, reduction=reduction, kappa=kappa)
     scores.export(file)
     _warn(opened)
-    at = f", {_read_at(scores)}" if kappa else ""
+    at = f", {_read_at(scores.provenance['kappa'], chosen=kappa == 'auto')}" if kappa else ""
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}{at}, negative = training on it helps")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jostle.calibration import Choice
-from jostle.evaluate.report import Report
 from jostle.scores import Entry, Ranking
+
+if TYPE_CHECKING:  # which take seconds to import
+    from jostle.calibration import Choice
+    from jostle.evaluate.report import Report
 
 HELPFUL, HARMFUL = (31, 119, 180), (217, 95, 2)
 """Blue and orange: a pair that a colour-blind reader can tell apart."""

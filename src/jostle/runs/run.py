@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import numbers
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import yaml
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 
 from jostle.chains.recording import load_sums
 from jostle.conditioning import (
@@ -35,8 +36,8 @@ from jostle.estimate import (
     covariance,
     covariance_from_sums,
 )
-from jostle.scores import Scores
-from jostle.traces.store import MirroredPairs, Part, Traces
+from jostle.scores import Entry, Ranking, Scores
+from jostle.traces.store import MirroredPairs, Part, PickedColumns, Traces
 from jostle.traces.stores import Place, check_url
 from jostle.traces.tensor_files import read_tensors
 from jostle.viewer.report import Inline, write_report
@@ -83,6 +84,7 @@ class Run:
         self._known_losses: dict[tuple[str, Reduction], Any] = {}
         self._known_moves: dict[str, Moves] = {}
         self._known_supports: dict[tuple[str | None, Kappa], dict[float, float] | None] = {}
+        self._warned_of: set[tuple[str | None, Kappa]] = set()
 
     def __repr__(self) -> str:
         failed = len(self.failed_chains)
@@ -158,6 +160,8 @@ class Run:
         centering: Centering = "pooled",
         part: Part | None = None,
         kappa: Kappa = 0.0,
+        train: Sequence[int] | None = None,
+        queries: Sequence[int] | None = None,
         standard_error: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> Scores:
@@ -182,6 +186,8 @@ class Run:
                 10 is better. ``"auto"`` is the largest of 10, 3 and 1 that the draws support, or 0: at which scores
                 from halves of them agree about as well as they do at 0. What was chosen is
                 ``provenance["kappa"]``. Takes memory for draws × training examples, or draws × draws.
+            train: only these training examples, in this order (``provenance["train"]``).
+            queries: only these queries, in this order (``provenance["query"]``).
             standard_error: also estimate the Monte Carlo standard error of every score.
             buffer_bytes: what may be allocated beyond the matrix itself. Of per-token losses, those of whole sequences
                 are held besides, where they take no more than `jostle.traces.store.HELD_BYTES`.
@@ -189,6 +195,7 @@ class Run:
         if reduction not in ("mean", "sum"):
             raise InputError("reduction", got=repr(reduction), expected="'mean' or 'sum'")
         self._require_chains()
+        picked = {"train": train, "query": queries}
         if self.config["keep"] == "covariance":
             if standard_error or on is not None or reduction != "mean" or part is not None or kappa:
                 raise InputError(
@@ -200,10 +207,18 @@ class Run:
             held, read_at = 0.0, {"kappa": 0.0}
             sums, _ = load_sums(self.directory / "covariance.safetensors")
             estimate = covariance_from_sums(sums, centering=centering, normalize=normalize)
+            for axis, (name, wanted) in enumerate(picked.items()):
+                if wanted is not None:
+                    columns = check_indices(name, wanted, estimate.values.shape[axis])
+                    estimate = replace(estimate, values=np.ascontiguousarray(estimate.values.take(columns, axis)))
         else:
             held, read_at = self._read_at(kappa, part, on)
             left = self._sequence_losses("train", reduction)
             right = self.traces.observable(on) if on is not None else self._sequence_losses("query", reduction)
+            left, right = (
+                side if wanted is None else PickedColumns(side, check_indices(name, wanted, side.shape[2]))
+                for side, (name, wanted) in zip((left, right), picked.items(), strict=True)
+            )
             estimate = self._estimate(
                 left,
                 right,
@@ -223,7 +238,53 @@ class Run:
             "part": part or "all",
             **read_at,
         }
+        about |= {name: [int(index) for index in wanted] for name, wanted in picked.items() if wanted is not None}
         return self._scores(estimate, normalize, scale, about)
+
+    def top(
+        self, k: int = 10, *, queries: Sequence[int] | None = None, standard_error: bool = False, **reading: Any
+    ) -> list[Ranking]:
+        """Return the ``k`` most helpful and most harmful training examples of each query, without holding the matrix.
+
+        ``queries`` are all of them where none are named. What else is given is for `influence`, which is asked for as
+        many columns at a time as fit into its ``buffer_bytes``, and for errors of nothing but what is returned.
+        """
+        if self.config["keep"] == "covariance":  # the matrix is what there is
+            blocks = [queries]
+        else:
+            on = reading.get("on")
+            there = self.traces.columns("query").samples if on is None else self.traces.observable(on).shape[2]
+            wanted = range(there) if queries is None else list(queries)
+            room = max(1, reading.get("buffer_bytes", BUFFER_BYTES) // (8 * self.traces.columns("train").samples))
+            blocks = [wanted[first : first + room] for first in range(0, len(wanted), room)]
+        found: list[Ranking] = []
+        for block in blocks:
+            scores = self.influence(queries=block, **reading)
+            names = list(range(scores.shape[1]) if block is None else block)
+            rankings = [replace(scores.top(column, k), query=int(query)) for column, query in enumerate(names)]
+            if standard_error:
+                reading["kappa"] = scores.provenance["kappa"]  # as it was chosen
+                rankings = self._with_errors(rankings, reading)
+            found += rankings
+        return found
+
+    def _with_errors(self, rankings: Sequence[Ranking], reading: Mapping[str, Any]) -> list[Ranking]:
+        """Rankings with the errors of what they name, which is little of all that the same scores would have."""
+        named = sorted({entry.index for one in rankings for entry in (*one.helpful, *one.harmful)})
+        if not named:
+            return list(rankings)
+        queries = [ranking.query for ranking in rankings]
+        errors = self.influence(train=named, queries=queries, standard_error=True, **reading).standard_error
+        assert errors is not None
+        place = {index: row for row, index in enumerate(named)}
+
+        def completed(entries: Sequence[Entry], column: int) -> list[Entry]:
+            return [replace(entry, standard_error=float(errors[place[entry.index], column])) for entry in entries]
+
+        return [
+            replace(one, helpful=completed(one.helpful, column), harmful=completed(one.harmful, column))
+            for column, one in enumerate(rankings)
+        ]
 
     def token_influence(
         self,
@@ -356,9 +417,8 @@ class Run:
                 estimate.values[:] *= (moves.draws - 1) / (moves.draws - len(chains))
             errors, freedom = None, None
             if wants_error:
-                train = self._sequence_losses("train", "mean")
                 errors, freedom = jackknife_error(
-                    train, left, right, chains, kappa, mirrored=self.antithetic, **options
+                    moves, left, right, chains, kappa, mirrored=self.antithetic, **options
                 )
             return replace(
                 estimate,
@@ -397,7 +457,8 @@ class Run:
                 "kappa_chosen": True,
             }
         support = None if found is None else found[float(kappa)]
-        if support is None or support < LITTLE_SUPPORT:
+        if (support is None or support < LITTLE_SUPPORT) and (on, kappa) not in self._warned_of:
+            self._warned_of.add((on, kappa))
             says = "are too few to tell whether they support" if support is None else "hardly support"
             left = "" if support is None else f": noise leaves {support:.0%} of what it leaves of scores as sampled"
             warnings.warn(
@@ -459,6 +520,16 @@ class Run:
                 **provenance,
             },
         )
+
+
+def check_indices(name: str, indices: Sequence[int], there: int) -> Int[np.ndarray, " index"]:
+    """Require indices of training examples or queries, one or more."""
+    if not len(indices):
+        raise InputError(name, got="none", expected="one or more")
+    for index in indices:
+        if not isinstance(index, numbers.Integral) or not 0 <= index < there:
+            raise InputError(name, got=repr(index), expected=f"an index below {there}")
+    return np.array(indices, dtype=np.int64)
 
 
 def healthy_chains(chains: int, failed: Iterable[int], *, antithetic: bool) -> np.ndarray:

@@ -441,6 +441,25 @@ class SequenceLosses:
         return values.astype(self.dtype)
 
 
+class PickedColumns:
+    """Some columns of a trace, in any order, seen as a trace: (chain, draw, column)."""
+
+    def __init__(self, trace: Any, picked: Int[np.ndarray, " column"]) -> None:
+        self._trace, self._picked = trace, picked
+        self.shape = (*trace.shape[:2], len(picked))
+        self.dtype = trace.dtype
+        # Whatever lies between two of them is read with them.
+        between = (int(np.ptp(picked)) + 1) // len(picked) or 1
+        self.read_per_column = between * getattr(trace, "read_per_column", 1)
+        """How many numbers are read for each one returned, about."""
+
+    def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw column"]:
+        chains, draws, columns = index
+        picked = self._picked[columns]
+        first, last = int(picked.min()), int(picked.max())
+        return np.asarray(self._trace[chains, draws, first : last + 1])[:, :, picked - first]
+
+
 class MirroredPairs:
     """Losses of antithetic chains as the odd or even part of what the noise does to them: (pair, draw, column).
 
