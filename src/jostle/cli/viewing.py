@@ -85,7 +85,7 @@ def report(
     ] = None,
     k: Annotated[
         int | None,
-        typer.Option("-k", metavar="K", min=1, help="How many of each. Default: 20 in a page, 6 in a figure."),
+        typer.Option("--k", "-k", metavar="K", min=1, help="How many of each. Default: 20 in a page, 6 in a figure."),
     ] = None,
     kappa: Kappa = 0.0,
 ) -> None:
