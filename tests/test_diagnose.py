@@ -274,7 +274,7 @@ def test_scores_that_are_noise_are_not_reliable() -> None:
     assert kinds(found) == {"scores disagree"}
     assert found["verdict"]["level"] == "unreliable"
     assert re.search(
-        r"rank training examples differently \(Spearman -?0\.\d\d; \d+% of the top 8", found["verdict"]["summary"]
+        r"rank training examples differently \(Spearman -?0\.\d\d; \d+% of the 8 most", found["verdict"]["summary"]
     )
 
 

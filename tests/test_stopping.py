@@ -12,7 +12,8 @@ from torch import Tensor
 import jostle
 from jostle.chains.chain import Dynamics
 from jostle.chains.stopping import next_round
-from jostle.diagnose import Sample, effective_draws
+from jostle.diagnose import THE_SAME, Sample, effective_draws
+from jostle.estimate import SLOW
 from reference import LinearGaussian
 from test_commands import jostle_command
 from test_sampler_commands import task
@@ -43,7 +44,7 @@ def effective(values: np.ndarray) -> float:
         mean_loss=values.mean(2), center_loss=0.0, chains=np.arange(len(values)), train=values, other=values,
         tokens=None,
     )  # fmt: skip
-    found = effective_draws(sample)[1]
+    found = effective_draws(sample, SLOW)[1]
     assert found is not None
     return found
 
@@ -58,7 +59,8 @@ def test_stops_at_the_first_round_with_so_many_effective_draws(wanted: int) -> N
     np.testing.assert_array_equal(stopped.traces.to_xarray("train").step, np.arange(1, 1 + first))
     assert stopped.diagnostics()["effective_draws"] >= wanted
     assert stopped.diagnostics()["draws"] == first
-    assert stopped.manifest["measured"]["ess"] == pytest.approx(stopped.diagnostics()["effective_draws"])
+    # Nearly all losses have reached it; what most of them are worth is more.
+    assert wanted <= stopped.manifest["measured"]["ess"] <= stopped.diagnostics()["effective_draws"]
     assert f"× {first} draws" in repr(stopped)
 
 
@@ -68,7 +70,8 @@ def test_the_error_it_was_asked_for_is_the_error_there_is() -> None:
     assert 20 < stopped.draws < 200
     scores = stopped.influence(normalize=True, standard_error=True)
     assert scores.standard_error is not None
-    strongest = np.argsort(-np.abs(scores.values), axis=0)[:10]
+    other = np.where(np.abs(scores.values) < THE_SAME, scores.values, 0)
+    strongest = np.argsort(-np.abs(other), axis=0)[:10]
     reached = np.sqrt(np.mean(np.take_along_axis(scores.standard_error, strongest, 0) ** 2))
     assert reached == pytest.approx(stopped.manifest["measured"]["error"], rel=1e-5)
     assert reached <= 0.04

@@ -38,6 +38,7 @@ from torch import Tensor
 from jostle.errors import InputError
 from jostle.estimate import (
     BUFFER_BYTES,
+    PROBED_SERIES,
     Batches,
     Centering,
     Trace,
@@ -46,6 +47,8 @@ from jostle.estimate import (
     column_blocks,
     covariance,
     length_of_batch,
+    mean_share,
+    spread_columns,
 )
 
 Kappa = float | Literal["auto"]
@@ -115,7 +118,7 @@ class Moves:
         self._rounding_of = 0.0
         if not self._total:
             raise InputError("kappa", got="training losses that never moved", expected="losses that can be held")
-        self.between_chain_share = float(np.concatenate(shares).mean())
+        self.between_chain_share = mean_share(np.concatenate(shares))
 
     @cached_property
     def _found(self) -> tuple[Tensor, Tensor]:
@@ -230,7 +233,9 @@ def supports(
         moves = moves or Moves(train, chains)
     except InputError:  # nothing moved, or there are too many draws to hold
         return None
-    probed = [torch.from_numpy(_some_columns(trace, chains)).flatten(0, 1).double() for trace in (train, other)]
+    probed = [
+        torch.from_numpy(spread_columns(trace, chains, PROBED_EXAMPLES)).flatten(0, 1) for trace in (train, other)
+    ]
     kept: dict[float, list[np.ndarray]] = {}
     for rows in halves.flatten(1):
         part = moves.among(rows)
@@ -260,20 +265,6 @@ def _root_of_reliability(first: Float[np.ndarray, "train query"], second: Float[
     return math.sqrt(2 * r / (1 + r)) if r > 0 else 0.0
 
 
-def _some_columns(trace: Trace, chains: np.ndarray) -> Float[np.ndarray, "chain draw column"]:
-    """Evenly spaced ones, of some chains; a trace is read a block at a time."""
-    picked = np.unique(np.linspace(0, trace.shape[2] - 1, PROBED_EXAMPLES).astype(int))
-    width = max(1, BUFFER_BYTES // (32 * len(chains) * trace.shape[1] * getattr(trace, "read_per_column", 1)))
-    blocks = column_blocks(trace, chains, width)
-    return np.concatenate(
-        [
-            columns.numpy()[:, :, picked[(picked >= block.start) & (picked < block.stop)] - block.start]
-            for block, columns in blocks
-        ],
-        axis=2,
-    )
-
-
 def jackknife_error(
     moves: Moves, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
 ) -> tuple[Float[np.ndarray, "left right"], int]:
@@ -284,9 +275,9 @@ def jackknife_error(
     more than `MOST_BATCHES`; each chain has one at least.
     """
     draws = left.shape[1]
-    width = max(1, BUFFER_BYTES // (32 * len(chains) * draws * getattr(left, "read_per_column", 1)))
-    first, second = (next(column_blocks(trace, chains, width))[1] for trace in (left, right))
-    length = length_of_batch(first, second, most=MOST_BATCHES)
+    length = length_of_batch(
+        *(spread_columns(trace, chains, PROBED_SERIES) for trace in (left, right)), most=MOST_BATCHES
+    )
     batches = Batches(len(chains), draws, length, "pooled", together=2 if mirrored else 1)
     total = np.zeros((left.shape[2], right.shape[2]))
     squares = np.zeros_like(total)

@@ -32,6 +32,9 @@ WORTH_A_GPU = 1 << 20
 AUTOCORRELATION_TIMES = 5
 """The length of a batch of draws, in autocorrelation times."""
 
+SLOW = 0.95
+"""Which quantile of the losses' autocorrelation times batches are long for."""
+
 PROBED_SERIES = 64
 """How many series the autocorrelation time is read from."""
 
@@ -135,10 +138,7 @@ def covariance(
     batches = None
     if standard_error:
         if batch_length is None:
-            first_blocks = (
-                next(column_blocks(trace, kept, width))[1] for trace, width in zip((left, right), tile, strict=True)
-            )
-            batch_length = length_of_batch(*first_blocks)
+            batch_length = length_of_batch(*(spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right)))
         batches = Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
@@ -154,7 +154,7 @@ def covariance(
             if batches is not None and errors_out is not None:
                 errors_out[a, b] = batches.standard_error(A, B, tile_values, normalize)
     freedom = batches.count - 1 if batches else None
-    return Estimate(values, errors, freedom, float(shares.mean()))
+    return Estimate(values, errors, freedom, mean_share(shares))
 
 
 class Standardized:
@@ -231,17 +231,23 @@ def _tile_widths(left: Trace, right: Trace, rows: int, *, errors: bool, buffer_b
 
 
 def around_mean(values: Float[Tensor, "chain draw column"], centering: Centering) -> tuple[Tensor, np.ndarray]:
-    """Centred values, and for each column the share of its variance that lies between chains."""
+    """Centred values, and of each column the share of its variance that lies between chains; NaN where it is still."""
     wide = values.double()
     chain_means = wide.mean(1, keepdim=True)
     mean = chain_means.mean(0, keepdim=True)
     total = (wide - mean).square().sum((0, 1))
     between = values.shape[1] * (chain_means - mean).square().sum((0, 1))
-    share = (between / total.clamp(min=torch.finfo(torch.float64).tiny)).cpu().numpy()
     centered = wide - (mean if centering == "pooled" else chain_means)
     # What is left of a loss that never moved is the rounding of its mean, which would correlate perfectly with others'.
-    rounding = 4 * torch.finfo(values.dtype).eps * mean.abs()
-    return torch.where(centered.abs().amax((0, 1)) <= rounding, 0, centered).to(values.dtype), share
+    still = centered.abs().amax((0, 1)) <= 4 * torch.finfo(values.dtype).eps * mean[0, 0].abs()
+    share = torch.where(still, torch.nan, between / total.clamp(min=torch.finfo(torch.float64).tiny))
+    return torch.where(still, 0, centered).to(values.dtype), share.cpu().numpy()
+
+
+def mean_share(shares: Float[np.ndarray, " column"]) -> float:
+    """The mean share of the variance between chains, of the losses that moved; 0 where none did."""
+    moved = shares[~np.isnan(shares)]
+    return float(moved.mean()) if len(moved) else 0.0
 
 
 def _moment(A: Tensor, B: Tensor, divisor: float, normalize: bool) -> Tensor:
@@ -333,45 +339,54 @@ class Batches:
 
 
 def length_of_batch(
-    left: Float[Tensor, "chain draw left"], right: Float[Tensor, "chain draw right"], *, most: int = ENOUGH_BATCHES
+    left: Float[np.ndarray, "chain draw left"],
+    right: Float[np.ndarray, "chain draw right"],
+    *,
+    most: int = ENOUGH_BATCHES,
 ) -> int:
-    """Several autocorrelation times of the slower losses, and of the products that a covariance averages.
+    """Several autocorrelation times of the slow losses, and of the products that a covariance averages.
 
-    Where that would be more than so many batches, they are longer.
+    Slow are those that one in twenty is slower than: every error of a matrix rests on the same batches, and losses that
+    are forgotten late would have errors that are far too small. Where that would be more than so many batches, they are
+    longer.
     """
     chains, draws = left.shape[:2]
-    a, b = (spread_columns(block) for block in (left, right))
-    pairs = min(a.shape[2], b.shape[2])
-    products = a[:, :, :pairs] * b[:, :, :pairs]
-    longest = max(autocorrelation_time(series) for series in (a, b, products))
+    a, b = (side - side.mean((0, 1)) for side in (left, right))
+    pairs = np.arange(max(a.shape[2], b.shape[2]))
+    products = a[:, :, pairs % a.shape[2]] * b[:, :, pairs % b.shape[2]]
+    longest = max(autocorrelation_time(series, SLOW) for series in (a, b, products))
     if math.isnan(longest):
         return draws
     return min(draws, math.ceil(max(AUTOCORRELATION_TIMES * longest, chains * draws / most)))
 
 
-def spread_columns(block: Float[Tensor, "chain draw column"]) -> Float[np.ndarray, "chain draw column"]:
-    """Some columns, evenly spaced, centred in each chain."""
-    picked = np.unique(np.linspace(0, block.shape[2] - 1, PROBED_SERIES).astype(int))
-    values = block[:, :, picked].double()
-    return (values - values.mean(1, keepdim=True)).numpy()
+def spread_columns(trace: Trace, chains: np.ndarray, most: int) -> Float[np.ndarray, "chain draw column"]:
+    """Some columns, evenly spaced, of some chains; read a few draws at a time, as they are stored."""
+    picked = np.unique(np.linspace(0, trace.shape[2] - 1, most).astype(int))
+    per_draw = trace.shape[0] * trace.shape[2] * getattr(trace, "read_per_column", 1)
+    step = max(1, BUFFER_BYTES // (32 * per_draw))
+    parts = [
+        np.asarray(trace[:, start : start + step, :])[chains][:, :, picked].astype(np.float64)
+        for start in range(0, trace.shape[1], step)
+    ]
+    return np.concatenate(parts, axis=1)
 
 
-def autocorrelation_time(series: Float[np.ndarray, "chain draw column"]) -> float:
-    """Draws for each effective one, of the slower series (their upper quartile); at least 1.
+def autocorrelation_time(series: Float[np.ndarray, "chain draw column"], quantile: float = 0.75) -> float:
+    """Draws for each effective one, of the slower series (a quantile of their times); at least 1.
 
-    Every chain is centred at its own mean first: that chains disagree is for diagnostics to say. NaN where chains are
-    too short to tell.
+    That chains disagree counts: their means are then worth less than their draws. NaN where chains are too short to
+    tell.
     """
     from arviz_stats.base.array import array_stats
 
-    centered = series - series.mean(1, keepdims=True)
-    moving = centered[:, :, centered.std((0, 1)) > 0]
+    moving = series[:, :, series.std((0, 1)) > 0]
     if series.shape[1] < FEWEST_DRAWS or moving.shape[2] == 0:
         return math.nan
     effective = array_stats.ess(moving, chain_axis=0, draw_axis=1, method="mean")
     times = series.shape[0] * series.shape[1] / np.asarray(effective)
     times = times[np.isfinite(times)]
-    return max(1.0, float(np.quantile(times, 0.75))) if len(times) else math.nan
+    return max(1.0, float(np.quantile(times, quantile))) if len(times) else math.nan
 
 
 class StreamingCovariance:
@@ -507,6 +522,6 @@ def covariance_from_sums(
     # As in `around_mean`: a loss that moves by rounding alone moves with nothing.
     values[_still(sums, "left")] = 0
     values[:, _still(sums, "right")] = 0
-    total = sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
-    share = (1 - sums["within_left_squares"] / total).mean()
-    return Estimate(values.numpy(), None, None, float(share))
+    shares = 1 - sums["within_left_squares"] / sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
+    shares[_still(sums, "left")] = torch.nan
+    return Estimate(values.numpy(), None, None, mean_share(shares.numpy()))

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from jostle.config import Config
-from jostle.diagnose import effective_draws, read_sample, spread
+from jostle.diagnose import THE_SAME, effective_draws, read_sample, spread
 from jostle.errors import EstimateWarning
-from jostle.estimate import FEWEST_BATCHES, covariance
+from jostle.estimate import FEWEST_BATCHES, SLOW, covariance
 from jostle.traces.store import Traces
 
 FIRST_ROUND = 20
@@ -67,7 +67,7 @@ def measure(config: Config, traces: Traces, chains: np.ndarray) -> dict[str, flo
 
 def _effective(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
     sample = read_sample(traces, chains, mirrored=config.antithetic).independent
-    return effective_draws(sample)[1]
+    return effective_draws(sample, SLOW)[1]  # of nearly all: whoever sets a goal wants it reached
 
 
 def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
@@ -85,9 +85,12 @@ def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
     if estimate.degrees_of_freedom is None or estimate.degrees_of_freedom + 1 < FEWEST_BATCHES:
         return None
     assert estimate.standard_error is not None
-    strongest = np.argsort(-np.abs(estimate.values), axis=0, kind="stable")[:STRONGEST]
+    # An example that is the query itself is the strongest, and sure from the first draws.
+    sizes = np.where(np.abs(estimate.values) < THE_SAME, np.abs(estimate.values), -1.0)
+    strongest = np.argsort(-sizes, axis=0, kind="stable")[:STRONGEST]
     errors = np.take_along_axis(estimate.standard_error, strongest, axis=0).astype(np.float64)
-    return float(np.sqrt(np.mean(errors**2)))
+    other = np.take_along_axis(sizes, strongest, axis=0) >= 0
+    return float(np.sqrt(np.mean(errors[other] ** 2))) if other.any() else None
 
 
 def _columns_of_queries(traces: Traces) -> np.ndarray:

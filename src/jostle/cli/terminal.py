@@ -158,7 +158,8 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, title in (("halves", "halves of draws"), ("chains", "halves of chains")):
         both = found.get("agreement", {}).get(name, {})
         if both.get("spearman") is not None:
-            top = f"{both['top_overlap']:.0%} of the top {found['agreement']['top']} in common"
+            top = f"{both['top_overlap']:.0%} of the {found['agreement']['top']} most helpful in common, "
+            top += f"{both['harmful_overlap']:.0%} of the most harmful"
             yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
     if found.get("kappa_support"):
         each = ", ".join(f"{kappa}: {value:.2f}" for kappa, value in found["kappa_support"].items())

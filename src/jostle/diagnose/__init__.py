@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from jostle.diagnose.measures import (
+    THE_SAME,
     agreement,
     between_chain_share,
     convergence,
@@ -34,6 +35,7 @@ from jostle.diagnose.verdict import Reason, command, in_python, judge
 from jostle.estimate import FEWEST_DRAWS, covariance_from_sums
 
 __all__ = [
+    "THE_SAME",
     "Reason",
     "Sample",
     "agreement",
@@ -70,6 +72,7 @@ def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sam
     found["rise"] = found["mean_loss"] - found["mean_loss_at_center"]
     train, other = moving(alone.train), moving(alone.other)
     found["unmoved_share"] = 1 - train.shape[2] / alone.train.shape[2]
+    found["unmoved_queries"] = 1 - other.shape[2] / max(1, alone.other.shape[2])
     groups = {
         "losses": np.concatenate([some(train, PROBED_SERIES // 2), some(other, PROBED_SERIES // 2)], axis=2),
         "products": pair_products(train, other),

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from jostle.diagnose.sample import PROBED_SERIES, Sample, spread
-from jostle.diagnose.thresholds import HOT, RISE_DOUBTFUL, RUNAWAY_SPREADS, SPREAD_GROWTH
+from jostle.diagnose.thresholds import (
+    FEWEST_EFFECTIVE,
+    HOT,
+    R_HAT_UNRELIABLE,
+    RISE_DOUBTFUL,
+    RUNAWAY_SPREADS,
+    SPREAD_GROWTH,
+)
 from jostle.estimate import FEWEST_DRAWS, autocorrelation_time, covariance
 
 TAIL = (0.05, 0.95)
+
+THE_SAME = 1 - 1e-4
+"""A loss that correlates by so much with another one is the same."""
 
 
 def moving(series: Float[np.ndarray, "chain draw column"]) -> Float[np.ndarray, "chain draw moved"]:
@@ -30,16 +41,20 @@ def some(series: np.ndarray, most: int) -> np.ndarray:
     return series[:, :, spread(series.shape[2], most)] if series.shape[2] else series
 
 
-def effective_draws(sample: Sample) -> tuple[float | None, float | None]:
+def effective_draws(sample: Sample, quantile: float = 0.75) -> tuple[float | None, float | None]:
     """Draws for each effective one, of the slower losses; and how many draws are effective. None if too few to tell.
 
     The error of a covariance is that of the mean of its products, chains that disagree included; the losses' own
-    autocorrelation is the slower one as a rule, and counts as well.
+    autocorrelation is the slower one as a rule, and counts as well. ``quantile`` says how slow: the upper quartile is
+    what most losses are worth, 0.95 what nearly all are.
     """
-    train, other = moving(sample.train), moving(sample.other)
-    slowest = autocorrelation_time(some(train, PROBED_SERIES)) if train.shape[2] else math.nan
-    averaged = convergence(pair_products(train, other))["ess_bulk"]
-    if math.isnan(slowest) or averaged is None:
+    sides = [some(side, PROBED_SERIES) for side in (moving(sample.train), moving(sample.other))]
+    products = pair_products(*sides)
+    if products.shape[1] < FEWEST_DRAWS or products.shape[2] == 0:
+        return None, None
+    slowest = max(autocorrelation_time(side, quantile) for side in sides)
+    averaged = float(np.quantile(effective_sizes(products, "bulk"), 1 - quantile))
+    if math.isnan(slowest) or math.isnan(averaged):
         return None, None
     return slowest, min(sample.train.shape[0] * sample.train.shape[1] / slowest, averaged)
 
@@ -64,18 +79,20 @@ def _spread_over(count: int, places: int) -> np.ndarray:
 def convergence(series: Float[np.ndarray, "chain draw column"]) -> dict[str, Any]:
     """Rank-normalized split R-hat, bulk and tail ESS: of the worse quarter of the columns, and of the worst one.
 
-    A single chain is compared with itself, in halves. None where chains are too short.
+    ``slow_share`` of the columns would be called unreliable by themselves. A single chain is compared with itself, in
+    halves. None where chains are too short.
 
     Reference: Vehtari et al., *Rank-normalization, folding, and localization: an improved R̂ for assessing convergence
     of MCMC*, 2021; computed by arviz-stats.
     """
-    names = ("r_hat", "r_hat_max", "ess_bulk", "ess_bulk_min", "ess_tail", "ess_tail_min")
+    names = ("r_hat", "r_hat_max", "ess_bulk", "ess_bulk_min", "ess_tail", "ess_tail_min", "slow_share")
     if series.shape[1] < FEWEST_DRAWS or series.shape[2] == 0:
         return {"columns": series.shape[2]} | dict.fromkeys(names)
     r_hat = split_r_hat(series)
     bulk, tail = effective_sizes(series, "bulk"), effective_sizes(series, "tail")
     numbers = (
-        np.quantile(r_hat, 0.75), r_hat.max(), np.quantile(bulk, 0.25), bulk.min(), np.quantile(tail, 0.25), tail.min()
+        np.quantile(r_hat, 0.75), r_hat.max(), np.quantile(bulk, 0.25), bulk.min(), np.quantile(tail, 0.25), tail.min(),
+        np.mean((r_hat > R_HAT_UNRELIABLE) | (bulk < FEWEST_EFFECTIVE)),
     )  # fmt: skip
     return {"columns": series.shape[2]} | {name: _plain(value) for name, value in zip(names, numbers, strict=True)}
 
@@ -195,26 +212,41 @@ def half_scores(sample: Sample) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def agreement(sample: Sample) -> dict[str, Any]:
     """How alike the rankings are that two halves of the draws give, and two halves of the chains.
 
-    ``spearman`` is the rank correlation over training examples, ``top_overlap`` the share of the ``top`` most helpful
-    ones of one half that are so in the other; medians over queries, of evenly spaced examples.
+    ``spearman`` is the rank correlation over training examples (the median over queries), ``top_overlap`` the share of
+    the ``top`` most helpful ones of one half that are so in the other, ``harmful_overlap`` the same of the most harmful
+    (means over queries); of evenly spaced examples that moved, but for those that are the query itself.
     """
+    sample = replace(sample, train=moving(sample.train), other=moving(sample.other))
     examples = sample.train.shape[2]
     top = min(10, max(1, examples // 5))
     found: dict[str, Any] = {"top": top, "examples": examples}
-    scores = half_scores(sample)
+    scores = half_scores(sample) if examples >= 3 and sample.other.shape[2] else {}
     for name in ("halves", "chains"):
-        if name not in scores or examples < 3:
-            found[name] = {"spearman": None, "top_overlap": None}
-            continue
-        first, second = scores[name]
-        best = [np.argsort(-half, axis=0, kind="stable")[:top] for half in (first, second)]
-        overlap = [len(np.intersect1d(a, b)) / top for a, b in zip(best[0].T, best[1].T, strict=True)]
-        ranks = _spearman(first, second)
+        rows = [_alike(first, second, top) for first, second in _columns(*scores[name])] if name in scores else []
+        spearman, helpful, harmful = np.array(rows).T if rows else (np.array([np.nan]),) * 3
+        known = spearman[np.isfinite(spearman)]
         found[name] = {
-            "spearman": _plain(np.nanmedian(ranks)) if np.isfinite(ranks).any() else None,
-            "top_overlap": float(np.mean(overlap)),
+            "spearman": float(np.median(known)) if len(known) else None,
+            "top_overlap": float(helpful.mean()) if len(known) else None,
+            "harmful_overlap": float(harmful.mean()) if len(known) else None,
         }
     return found
+
+
+def _columns(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The scores of each query from both halves, without examples that are the query itself: these are sure."""
+    for a, b in zip(first.T, second.T, strict=True):
+        other = np.minimum(np.abs(a), np.abs(b)) < THE_SAME
+        yield a[other], b[other]
+
+
+def _alike(first: np.ndarray, second: np.ndarray, top: int) -> tuple[float, float, float]:
+    """Rank correlation of two columns, and how many of the largest and of the smallest they share; NaN if too few."""
+    if len(first) < max(3, top):
+        return np.nan, np.nan, np.nan
+    one, two = (np.argsort(column, kind="stable") for column in (first, second))
+    helpful, harmful = (len(np.intersect1d(one[part], two[part])) / top for part in (np.s_[-top:], np.s_[:top]))
+    return float(_spearman(first[:, None], second[:, None])[0]), helpful, harmful
 
 
 def _spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:

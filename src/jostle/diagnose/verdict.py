@@ -109,14 +109,13 @@ def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) ->
 
 def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> str:
     if level == "good":
-        effective, halves = found["effective_draws"], found["agreement"]["halves"]
-        half = max(0.0, halves["spearman"])
-        # Twice as many draws, by Spearman and Brown's formula.
+        effective, halves, top = found["effective_draws"], found["agreement"]["halves"], found["agreement"]["top"]
+        settled = halves["spearman"] >= AGREEMENT_DOUBTFUL
         return (
-            f"good: {effective:.0f} effective draws (± {effective**-0.5:.2f} on a correlation), "
-            f"R-hat {max(found['losses']['r_hat'], found['products']['r_hat']):.2f}, "
-            f"halves of the draws agree by {half:.2f} (Spearman; all of them with as many others by about "
-            f"{2 * half / (1 + half):.2f}) and on {halves['top_overlap']:.0%} of the top {found['agreement']['top']}"
+            f"good{'' if settled else ' for the strongest scores'}: {effective:.0f} effective draws (± "
+            f"{effective**-0.5:.2f} on a correlation), "
+            f"R-hat {max(found['losses']['r_hat'], found['products']['r_hat']):.2f}, halves of the draws agree on "
+            f"{halves['top_overlap']:.0%} of the {top} most helpful and by {halves['spearman']:.2f} in all (Spearman)"
         )
     worst = next(reason for reason in reasons if reason.level == level)
     opening = "doubtful" if level == "doubtful" else "these scores are not reliable"
@@ -135,7 +134,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
             "failed chain",
             failure["step"],
             f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}",
-            f"{nearer}: the chains that are left stand at the same brink",
+            f"{nearer}: the chains that are left stand at the same brink" if chains else nearer,
             shorter,
         )
     if chains == 0:
@@ -213,6 +212,15 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
     """Chains that have not gone far enough: R-hat, drift, effective draws."""
     effective, draws, thin = found["effective_draws"], config["draws"], config["thin"]
     total = found["chains"] * draws
+    if found.get("unmoved_queries") == 1:
+        yield Reason(
+            "unreliable",
+            "no query moved",
+            0.0,
+            "no query's loss moved by more than rounding",
+            "move other --weights, lower --localization, or ask of queries that the model is less sure of",
+        )
+        return
     if effective is None:
         yield Reason(
             "unreliable" if total < FEWEST_EFFECTIVE else "doubtful",
@@ -263,6 +271,34 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 _set(burn_in=longer, thin=max(thin * slowest, 2 * thin)),
             )
         )
+    slow = max(("losses", "products"), key=lambda name: found[name]["slow_share"])
+    worst = found[slow]
+    if not reasons and worst["slow_share"] and draws >= 4 * FEWEST_DRAWS:
+        what = "losses" if slow == "losses" else "scores"
+        wanted = thin * total / max(worst["ess_bulk_min"], 1.0)
+        reasons.append(
+            Reason(
+                "doubtful",
+                "some are slow",
+                worst["slow_share"],
+                f"{worst['slow_share']:.0%} of the {what} have not converged, where the others have (worst R-hat "
+                f"{worst['r_hat_max']:.2f}, {worst['ess_bulk_min']:.0f} effective draws): these are not reliable",
+                f"raise --thin to about {_two_digits(wanted)} for them",
+                _set(thin=wanted, burn_in=config["burn_in"] + 3 * wanted),
+            )
+        )
+    tokens = max((found[name]["r_hat"] or 1.0 for name in ("tokens", "token_products") if name in found), default=1.0)
+    if not reasons and tokens > R_HAT_UNRELIABLE and draws >= 4 * FEWEST_DRAWS:
+        reasons.append(
+            Reason(
+                "doubtful",
+                "tokens disagree",
+                tokens,
+                f"single tokens have not converged (R-hat {tokens:.2f}); scores of whole sequences have",
+                f"raise --burn-in to about {burn_in}, and --thin, before reading single tokens",
+                _set(burn_in=longer, thin=2 * thin),
+            )
+        )
     moved = found["drift"]
     if moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS:
         direction = "rises" if moved["change"] > 0 else "falls"
@@ -293,37 +329,64 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
 
 def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
     """Halves that rank differently."""
+    agreement = found["agreement"]
+    if agreement["halves"]["spearman"] is None and found["effective_draws"] is not None:
+        yield Reason(
+            "doubtful",
+            "too few to rank",
+            agreement["examples"],
+            f"{agreement['examples']} training examples that move are too few to tell whether halves of the draws rank "
+            "them alike",
+            "attribute to more of them, or look at --error of each score",
+        )
+        return
     for name, what in (("halves", "the first and the last half of the draws"), ("chains", "two halves of the chains")):
-        between = found["agreement"][name]
-        rank, overlap = between["spearman"], between["top_overlap"]
+        between = agreement[name]
+        rank = between["spearman"]
         if rank is None:
             continue
         # Where most scores are near 0 their order is noise, and the few that are not may be sure all the same.
-        chance = found["agreement"]["top"] / found["agreement"]["examples"]
-        agreed = max(rank, (overlap - chance) / (1 - chance))
-        if agreed >= AGREEMENT_DOUBTFUL:
+        chance = agreement["top"] / agreement["examples"]
+        helpful, harmful = (
+            (between[overlap] - chance) / (1 - chance) for overlap in ("top_overlap", "harmful_overlap")
+        )
+        shared = f"{between['top_overlap']:.0%} of the {agreement['top']} most helpful in common"
+        if rank >= AGREEMENT_DOUBTFUL or min(helpful, harmful) >= AGREEMENT_DOUBTFUL:
             continue
-        level: Level = "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful"
-        # Spearman and Brown's formula again: how many times the draws would bring a half up to the threshold.
-        factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
-        settings: dict[str, float] = {}
-        if found["effective_draws"] is None or found["effective_draws"] < ENOUGH_DRAWS:
-            advice = "get more effective draws"
-        elif factor > MOST_TIMES_THE_DRAWS:
-            advice = "their scores hardly differ: lower --localization, or move other --weights, rather than draw more"
-        else:
-            advice = f"raise --draws to about {_two_digits(config['draws'] * factor)}"
-            settings = _set(draws=config["draws"] * factor)
+        if helpful >= AGREEMENT_DOUBTFUL:
+            finding = (
+                f"{what} have {shared}, but {between['harmful_overlap']:.0%} of the most harmful, and rank the rest "
+                f"differently (Spearman {rank:.2f})"
+            )
+            advice, settings = _more_draws(config, found, max(rank, harmful))
+            advice = f"trust the most helpful ones alone, or {advice}"
+            yield Reason("doubtful", "only the most helpful", rank, finding, advice, settings)
+            return
+        agreed = max(rank, helpful)
+        advice, settings = _more_draws(config, found, agreed)
         yield Reason(
-            level,
+            "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful",
             "scores disagree",
             rank,
-            f"{what} rank training examples differently (Spearman {rank:.2f}; {overlap:.0%} of the top "
-            f"{found['agreement']['top']} in common)",
+            f"{what} rank training examples differently (Spearman {rank:.2f}; {shared})",
             advice,
             settings,
         )
         return
+
+
+def _more_draws(config: Mapping[str, Any], found: Mapping[str, Any], agreed: float) -> tuple[str, Mapping[str, float]]:
+    """What would bring halves that agree by so much up to the threshold."""
+    # Spearman and Brown's formula: how many times the draws would do it.
+    factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
+    effective = found["effective_draws"]
+    if effective is None:
+        return "get more effective draws", {}
+    if effective < ENOUGH_DRAWS:  # of which another reason says how
+        return f"raise --draws to {_two_digits(config['draws'] * ENOUGH_DRAWS / effective)}, or --thin", {}
+    if factor > MOST_TIMES_THE_DRAWS:
+        return "lower --localization or move other --weights, rather than draw more: their scores hardly differ", {}
+    return f"raise --draws to about {_two_digits(config['draws'] * factor)}", _set(draws=config["draws"] * factor)
 
 
 def _without_traces(found: Mapping[str, Any]) -> Reason:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 
 from jostle.conditioning import CHOICES, Conditioned, Kappa, Moves, check_kappa, most_supported, supports
@@ -367,7 +366,7 @@ class Reading:
         for name in SETS:
             count = self.columns(name).samples
             picked = np.unique(np.linspace(0, count - 1, 64).astype(int)).tolist()
-            blocks.append(torch.from_numpy(self.table(name, tokens=False).centered(picked)))
+            blocks.append(self.table(name, tokens=False).centered(picked))
         return length_of_batch(*blocks)
 
     @cached_property
