@@ -214,6 +214,104 @@ def test_too_few_draws() -> None:
         assert "chains of 4 draws are too short to tell" in found["verdict"]["summary"]
 
 
+def of_traces(train: np.ndarray, other: np.ndarray, tokens: Any = None) -> dict[str, Any]:
+    """The diagnostics of losses that come from anywhere."""
+    sample = Sample(
+        mean_loss=train.mean(2), center_loss=float(train.mean()), chains=np.arange(len(train)),
+        train=train, other=other, tokens=tokens,
+    )  # fmt: skip
+    return diagnose.diagnose(config(0.01, draws=train.shape[1]), MANIFEST | {"scale": None}, sample)
+
+
+def factors(generator: np.random.Generator, *counts: int) -> list[np.ndarray]:
+    """Losses of several sets that move with the same few directions."""
+    directions = generator.normal(size=(4, 200, 8))
+    return [directions @ generator.normal(size=(8, count)) for count in counts]
+
+
+def test_a_slow_minority_is_not_good() -> None:
+    """A fifth of the examples, and none of the queries, has not converged; of the quarter that is judged most have."""
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        train, query = factors(generator, 140, 20)
+        apart = 5 * generator.normal(size=(4, 1, 14))
+        slow = generator.permutation(140)[:28]
+        train[:, :, slow] += np.concatenate([apart, -apart], axis=2)  # the mean loss does not show it
+        found = of_traces(train, query)
+        assert found["losses"]["slow_share"] > 0
+        assert kinds(found) & {"some are slow", "few effective draws"}, found["verdict"]["summary"]
+        whole = of_traces(*factors(generator, 140, 20))
+        assert whole["losses"]["slow_share"] == 0
+        assert whole["verdict"]["level"] == "good", whole["verdict"]["summary"]
+
+
+def test_a_few_that_are_slow_are_said() -> None:
+    generator = np.random.default_rng(0)
+    train, query = factors(generator, 32, 32)
+    train[:, :, [0]] += 5 * generator.normal(size=(4, 1, 1))
+    found = of_traces(train, query)
+    assert kinds(found) == {"some are slow"}
+    assert re.search(r"doubtful: \d% of the (losses|scores) have not converged", found["verdict"]["summary"])
+
+
+@pytest.mark.parametrize("moving", [6, 12, 40])
+def test_noise_is_not_good_because_most_examples_never_move(moving: int) -> None:
+    """Those that do not move tie at 0, and a ranking that puts them in their order agrees with itself."""
+    for seed in range(10):
+        generator = np.random.default_rng(seed)
+        train = np.full((4, 200, 200), 0.4)
+        train[:, :, generator.permutation(200)[:moving]] += 0.1 * generator.normal(size=(4, 200, moving))
+        assert of_traces(train, generator.normal(size=(4, 200, 20)))["verdict"]["level"] == "unreliable"
+
+
+@pytest.mark.parametrize("examples", [9, 20, 40])
+def test_noise_is_not_good_because_queries_are_training_examples(examples: int) -> None:
+    for seed in range(10):
+        losses = np.random.default_rng(seed).normal(size=(4, 200, examples))
+        assert of_traces(losses, losses)["verdict"]["level"] == "unreliable"
+
+
+def test_the_most_helpful_may_be_settled_alone() -> None:
+    """Ten examples go with each query, and the other 190 with nothing: these are in no order."""
+    generator = np.random.default_rng(0)
+    query, rest = generator.normal(size=(4, 200, 20)), generator.normal(size=(4, 200, 200))
+    found = of_traces(0.6 * np.repeat(query, 10, axis=2) + 0.8 * rest, query)
+    between = found["agreement"]["halves"]
+    assert between["top_overlap"] > 0.95
+    assert between["harmful_overlap"] < 0.2
+    assert found["verdict"]["level"] == "doubtful"
+    assert kinds(found) == {"only the most helpful"}
+    assert "trust the most helpful ones alone" in found["verdict"]["summary"]
+    # With as many that go against it, both ends are settled: good, but not for the order of the rest.
+    against = 0.6 * np.repeat(query, 10, axis=2) * np.tile([1, -1], 100) + 0.8 * rest
+    found = of_traces(np.concatenate([against, generator.normal(size=(4, 200, 100))], axis=2), query)
+    assert found["verdict"]["level"] in ("good", "doubtful")
+
+
+def test_tokens_that_have_not_converged_are_said() -> None:
+    generator = np.random.default_rng(0)
+    train, query = factors(generator, 40, 6)
+    tokens = 0.05 * generator.normal(size=(4, 200, 30)) + generator.normal(size=(4, 1, 30))
+    found = of_traces(train, query, (tokens, tokens))
+    assert found["verdict"]["level"] == "doubtful"
+    assert "single tokens have not converged" in found["verdict"]["summary"]
+    assert of_traces(train, query, factors(generator, 30, 30))["verdict"]["level"] == "good"
+
+
+def test_two_training_examples_have_no_ranking() -> None:
+    found = of_traces(*factors(np.random.default_rng(0), 2, 6))
+    assert found["agreement"]["halves"]["spearman"] is None
+    assert found["verdict"]["level"] == "doubtful"
+    assert "2 training examples that move are too few" in found["verdict"]["summary"]
+
+
+def test_queries_that_never_move() -> None:
+    [train] = factors(np.random.default_rng(0), 30)
+    found = of_traces(train, np.full((4, 200, 5), 0.3))
+    assert found["verdict"]["level"] == "unreliable"
+    assert "no query's loss moved" in found["verdict"]["summary"]
+
+
 @pytest.mark.usefixtures("fewer_series")
 @pytest.mark.parametrize("late", [0.7, 0.85])
 def test_one_chain_that_diverges_late_is_named(late: float) -> None:

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+import warnings
 from typing import Any
 
 import numpy as np
@@ -308,3 +309,79 @@ def test_what_is_not_finite_is_not_said_to_be_still() -> None:
     assert values[0] == 0
     assert np.isnan(values[1]).all()
     assert values[2] > 0
+
+
+def autoregressive(generator: np.random.Generator, rho: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Stationary series of variance 1 along the second axis."""
+    values = generator.normal(size=shape)
+    for draw in range(1, shape[1]):
+        values[:, draw] = rho * values[:, draw - 1] + np.sqrt(1 - rho**2) * values[:, draw]
+    return values
+
+
+def covered(left: np.ndarray, right: np.ndarray, **options: Any) -> np.ndarray:
+    """Which nominal 95 % intervals of correlations hold the truth, of series that are independent of each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EstimateWarning)
+        found = estimate.covariance(left, right, normalize=True, standard_error=True, **options)
+    assert found.standard_error is not None
+    assert found.degrees_of_freedom is not None
+    return np.abs(found.values) < scipy.stats.t.ppf(0.975, found.degrees_of_freedom) * found.standard_error
+
+
+def test_standard_errors_of_a_slow_fifth_cover_the_truth() -> None:
+    """Every error rests on the same batches, so that these have to be long enough for what is forgotten late."""
+    slow, fast = [], []
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        left, right = (generator.normal(size=(4, 200, 50)) for _ in range(2))
+        for side in (left, right):
+            side[:, :, 40:] = autoregressive(generator, 0.97, (4, 200, 10))
+        held = covered(left, right)
+        slow.append(held[40:, 40:].mean())
+        fast.append(held[:40, :40].mean())
+    # 1,200 slow pairs, each worth some ten draws; with batches for the upper quartile it is 0.45.
+    assert np.mean(slow) > 0.85
+    assert 0.93 < np.mean(fast) < 0.98
+
+
+def test_standard_errors_see_that_chains_disagree() -> None:
+    """A tenth of the variance is a component that a chain never forgets: more draws of it tell nothing."""
+    held = []
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        sides = [
+            np.sqrt(0.9) * generator.normal(size=(4, 200, 20)) + np.sqrt(0.1) * generator.normal(size=(4, 1, 20))
+            for _ in range(2)
+        ]
+        held.append(covered(*sides).mean())
+    assert 0.88 < np.mean(held) < 0.98  # 0.74, if each chain is centred at its own mean first
+
+
+@pytest.mark.parametrize("slow", [slice(0, 100), slice(100, 200)], ids=["slow first", "slow last"])
+def test_errors_do_not_depend_on_the_buffer_or_the_order(slow: slice) -> None:
+    generator = np.random.default_rng(0)
+    left, right = (generator.normal(size=(4, 200, 200)) for _ in range(2))
+    for side in (left, right):
+        side[:, :, slow] = autoregressive(generator, 0.6, (4, 200, 100))
+    wide, narrow = (
+        estimate.covariance(left, right, standard_error=True, buffer_bytes=size) for size in (1 << 28, 1 << 19)
+    )
+    assert narrow.standard_error is not None
+    assert wide.standard_error is not None
+    np.testing.assert_allclose(narrow.standard_error, wide.standard_error, rtol=1e-9)
+    assert narrow.degrees_of_freedom == wide.degrees_of_freedom
+
+
+def test_the_share_between_chains_is_of_what_moved() -> None:
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(4, 50, 6))
+    still = np.concatenate([values, np.full((4, 50, 6), 0.25)], axis=2)
+    share, with_still = (estimate.covariance(side, values).between_chain_share for side in (values, still))
+    assert with_still == pytest.approx(share)
+    streaming = estimate.StreamingCovariance(torch.zeros(12, dtype=torch.float64), torch.zeros(6, dtype=torch.float64))
+    for chain in range(4):
+        for draw in range(50):
+            streaming.update(chain, torch.from_numpy(still[chain, draw]), torch.from_numpy(values[chain, draw]))
+        streaming.finish(chain)
+    assert streaming.estimate().between_chain_share == pytest.approx(share, rel=1e-6)
