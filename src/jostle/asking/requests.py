@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
 from jostle.runs.integrity import so_far
+from jostle.runs.layout import CALIBRATION, differences, other_run
 from jostle.runs.run import Run, read_config, read_manifest
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
@@ -35,6 +37,7 @@ from jostle.samplers import (
     RMSpropSGLD,
     Sampler,
 )
+from jostle.traces.tensor_files import replace_file
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "sgld": SGLD,
@@ -59,6 +62,10 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
+CALIBRATED_RULE = "baoab"
+"""Its covariance has no error of the step, and it forgets in a third of the steps (docs/samplers.md)."""
+OF_CALIBRATION = ("sampler", "step_size", "friction", "n_beta", "localization")
+"""Settings that say what a calibration is asked for, where they are given; it chooses the others."""
 
 
 def resolve(
@@ -206,11 +213,55 @@ def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
     return list(dict.fromkeys([*there, *map(_absolute, added)]))
 
 
-def given_again(given: Mapping[str, Any], *, kappa: float | None) -> dict[str, Any]:
-    """Return which settings count for a run that --auto began; the control without a gradient has its own."""
-    control = kappa == 0 or given.get("n_beta") == 0 or given.get("sampler") == "gaussian"
-    chosen = ("sampler", "step_size", "friction", "n_beta") if control else ()
-    return {name: value for name, value in given.items() if name not in chosen}
+def asked_of_calibration(
+    sampler: Any, given: Mapping[str, Any], *, rise: float | None = None, kappa: float | None = None
+) -> dict[str, Any]:
+    """Return what a calibration is asked for, in one form however it is said; refuses a κ that nothing would heed."""
+    friction = {name: given[name] for name in ("friction",) if name in given}
+    rule: Sampler = sampler_of({"sampler": sampler, "step_size": 1.0} | friction)
+    if kappa == 0 or given.get("n_beta") == 0:
+        rule = Gaussian()
+    control = isinstance(rule, Gaussian)
+    if control and kappa:
+        raise InputError(
+            "kappa",
+            got=f"{kappa:g} for draws without a gradient, which have none",
+            expected="it when they are read",
+            fix=f"leave it out here, and then: jostle top OUT --kappa {kappa:g}",
+        )
+    settings = {name: value for name, value in vars(rule).items() if name != "step_size"}
+    asked: dict[str, Any] = {"sampler": {"name": type(rule).__name__, **settings}}
+    if "localization" not in given:
+        asked["rise"] = RISE if rise is None else rise
+    if "n_beta" not in given and not control:
+        asked["kappa"] = KAPPA if kappa is None else kappa
+    kept = ("localization",) if control else ("localization", "n_beta", "step_size")
+    return asked | {name: given[name] for name in kept if name in given}
+
+
+def given_again(
+    out: Path, given: Mapping[str, Any], *, config: Path | None, rise: float | None, kappa: float | None
+) -> dict[str, Any]:
+    """Return what counts of the flags for a run that --auto began: all but what the calibration was asked for.
+
+    Refuses a run that was calibrated for something else.
+    """
+    try:
+        kept = json.loads((out / CALIBRATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "auto",
+            got=f"{out}, a run begun without it",
+            expected="what it began with",
+            fix="choose another directory, or leave --auto out",
+        ) from error
+    sampler = given.get("sampler", _from_config(config)["sampler"] if config else CALIBRATED_RULE)
+    now = asked_of_calibration(sampler, given, rise=rise, kappa=kappa)
+    there = kept.get("asked", now) if isinstance(kept, dict) else now
+    changed = differences(there, now, absent="not asked for")
+    if changed:
+        raise other_run(out, changed)
+    return {name: value for name, value in given.items() if name not in OF_CALIBRATION}
 
 
 def calibrated(
@@ -224,8 +275,8 @@ def calibrated(
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
     if "sampler" not in given and not isinstance(request["sampler"], dict):
-        # Its covariance has no error of the step, and it forgets in a third of the steps (docs/samplers.md).
-        request = request | {"sampler": "baoab"}
+        request = request | {"sampler": CALIBRATED_RULE}
+    asked = asked_of_calibration(request["sampler"], given, rise=rise, kappa=kappa)
     _settings(request)
     task = task_of(request)
     sampler = sampler_of(request)
@@ -248,6 +299,8 @@ def calibrated(
         keep=keep,
         say=say,
     )
+    if keep is not None:  # for whoever asks for the same run, or another one, later
+        replace_file(keep, json.dumps(json.loads(keep.read_text()) | {"asked": asked}, indent=1))
     settings: dict[str, Any] = {
         "n_beta": chosen.posterior.n_beta,
         "localization": chosen.posterior.localization,

@@ -101,7 +101,9 @@ def show(
     token: Annotated[
         int | None, typer.Option(metavar="S", min=0, help="One token of the query, by position. Default: all of it.")
     ] = None,
-    k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=1, help="How many training texts, where none is named.")] = 3,
+    k: Annotated[
+        int, typer.Option("--k", "-k", metavar="K", min=1, help="How many training texts, where none is named.")
+    ] = 3,
     kappa: Kappa = 0.0,
 ) -> None:
     """Print a query and training texts, tokens coloured by posterior correlation."""

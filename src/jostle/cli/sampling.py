@@ -183,7 +183,8 @@ def run(
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
     if begun:
-        given, config = requests.given_again(given, kappa=kappa), out / "config.yaml"
+        given = requests.given_again(out, given, config=config, rise=rise, kappa=kappa)
+        config = out / "config.yaml"
     request = requests.resolve(given, config=config, preset=preset, out=out)
     loaded = None
 
