@@ -599,7 +599,12 @@ def test_more_of_the_same_is_an_extension_and_anything_else_another_run(tmp_path
     assert command(known, more, out) == f"jostle extend {out} --draws 130"
     assert command(known, other, out) == f"jostle run {out}-2 --config {out}/config.yaml --thin 40 --step-size 2.5e-06"
     Path(f"{out}-2").mkdir()
-    # A run that ends by itself cannot be extended.
-    assert command(known | {"minutes": 1.0}, more, out) == f"jostle run {out}-3 --config {out}/config.yaml --draws 130"
+    # A run that ends by itself cannot be extended, and another one would end there, too.
+    begin = f"jostle run {out}-3 --config {out}/config.yaml"
+    assert command(known | {"minutes": 1.0}, more, out) == f"{begin} --draws 130 --minutes none"
+    both = known | {"minutes": 1.0, "until": {"ess": 9.0}}
+    assert command(both, more, out) == f"{begin} --draws 130 --until none --minutes none"
+    # Where no number of draws is advised, they still say when it ends.
+    assert command(both, other, out) == f"{begin} --thin 40 --step-size 2.5e-06"
     assert command({}, more, out) is None  # made from Python: there is no command
     assert command(known, {"settings": {}}, out) is None
