@@ -155,6 +155,18 @@ def test_top_as_json(place: Path) -> None:
     assert covariance["helpful"][0]["score"] == pytest.approx(value, rel=1e-6)
 
 
+def test_top_as_json_has_labels_where_there_are_no_texts(tmp_path: Path) -> None:
+    """What the table shows."""
+    train, query = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(2, 2)
+    jostle.attribute(
+        torch.nn.Linear(2, 3), (train, torch.arange(6) % 3), (query, torch.arange(2)), out=tmp_path / "run", chains=2,
+        draws=20, progress=False, examples={"train": [{"label": index % 3} for index in range(5)] + [{"other": 1}]},
+    )  # fmt: skip
+    top = json.loads(jostle_command("top", tmp_path / "run", "--json").stdout)
+    texts = {entry["index"]: entry["text"] for entry in (*top["helpful"], *top["harmful"])}
+    assert texts == {0: "0", 1: "1", 2: "2", 3: "0", 4: "1", 5: None}
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 def test_top_as_a_table(place: Path, columns: int) -> None:
     result = jostle_command("top", place / "run", "-q", 0, columns=columns)
