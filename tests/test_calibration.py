@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,16 @@ def task(tmp_path: Path) -> list[str]:
     return ["--task", f"{tmp_path / 'mine.py'}:build", "--chains", "2", "--draws", "20"]
 
 
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of ``--auto``."""
+    place = tmp_path_factory.mktemp("calibrated")
+    (place / "mine.py").write_text(TASK)
+    words = ["--task", f"{place / 'mine.py'}:build", "--chains", "2", "--draws", "20"]
+    assert jostle_command("run", place / "run", *words, "--auto").exit_code == 0
+    return place / "run"
+
+
 def test_commands(task: list[str], tmp_path: Path) -> None:
     """``calibrate`` then ``run --config`` samples what ``run --auto`` samples; what is given is kept."""
     file = tmp_path / "chosen.yaml"
@@ -464,10 +475,74 @@ def test_the_control_without_a_gradient_given_again_is_the_same_run(
     assert jostle.load(tmp_path / "run").draws == 25
 
 
+@pytest.mark.parametrize(
+    ("began", "now", "changed"),
+    [
+        ([], ["--rise", "1"], "rise 0.3 there, 1.0 now"),
+        ([], ["--kappa", "3"], "kappa 10.0 there, 3.0 now"),
+        ([], ["--sampler", "sgld"], "sampler.name BAOAB there, SGLD now"),
+        ([], ["--sampler", "gaussian"], "sampler.name BAOAB there, Gaussian now"),
+        ([], ["--kappa", "0"], "sampler.name BAOAB there, Gaussian now"),
+        ([], ["--friction", "2"], "sampler.friction 1.0 there, 2.0 now"),
+        ([], ["--localization", "500"], "localization not asked for there, 500.0 now; rise 0.3 there, not asked for now"),
+        (["--localization", "500"], [], "rise not asked for there, 0.3 now; localization 500.0 there, not asked for now"),
+        ([], ["--seed", "5"], "seed 0 there, 5 now"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_run_that_was_calibrated_for_something_else_is_refused(
+    began: list[str], now: list[str], changed: str, calibrated: Path, task: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    if began:
+        assert jostle_command("run", out, *task, "--auto", *began).exit_code == 0
+    else:
+        shutil.copytree(calibrated, out)
+    before = (out / "manifest.json").read_bytes()
+    refused = jostle_command("run", out, *task, "--auto", *now)
+    assert refused.exit_code == 2, refused.stderr
+    assert f"jostle: out: got {out}, a run of other settings (" in refused.stderr
+    assert changed in refused.stderr
+    assert refused.stderr.rstrip().endswith("choose another directory, or delete this one")
+    assert (out / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [[], ["--rise", "0.3", "--kappa", "10", "--sampler", "baoab", "--friction", "1"]])
+def test_the_same_in_other_words_is_the_same_run(words: list[str], calibrated: Path, task: list[str]) -> None:
+    before = (calibrated / "manifest.json").read_bytes()
+    again = jostle_command("run", calibrated, *task, "--auto", *words)
+    assert again.exit_code == 0, again.stderr
+    assert "is complete, with 2 × 20 draws" in again.stderr
+    assert (calibrated / "manifest.json").read_bytes() == before
+
+
+def test_a_step_that_the_pilot_halved_is_the_same_when_it_is_asked_for_again(task: list[str], tmp_path: Path) -> None:
+    step = ["--localization", "100", "--n-beta", "300", "--step-size", "0.03"]
+    command = ["run", tmp_path / "run", *task, "--auto", "--sampler", "sgld", *step]
+    assert jostle_command(*command).exit_code == 0
+    assert jostle.load(tmp_path / "run").config["sampler"]["step_size"] < 0.03
+    again = jostle_command(*command)
+    assert again.exit_code == 0, again.stderr
+    assert "is complete" in again.stderr
+
+
+def test_a_run_begun_without_a_calibration_is_no_calibrated_one(task: list[str], tmp_path: Path) -> None:
+    assert jostle_command("run", tmp_path / "run", *task, "--thin", "2").exit_code == 0
+    refused = jostle_command("run", tmp_path / "run", *task, "--thin", "2", "--auto")
+    assert refused.exit_code == 2
+    assert f"jostle: auto: got {tmp_path / 'run'}, a run begun without it" in refused.stderr
+
+
 def test_bad_commands(task: list[str], tmp_path: Path) -> None:
     for arguments, message in (
         (["run", tmp_path / "x", *task, "--rise", "0.1"], "jostle: rise: got no --auto, expected --auto"),
         (["calibrate", tmp_path / "x.txt", *task], "expected the name of a file ending in .yaml"),
+        (
+            ["run", tmp_path / "x", *task, "--auto", "--sampler", "gaussian", "--kappa", "10"],
+            "jostle: kappa: got 10 for draws without a gradient, which have none, expected it when they are read; leave "
+            "it out here, and then: jostle top OUT --kappa 10",
+        ),
+        (["calibrate", tmp_path / "x.yaml", *task, "--n-beta", "0", "--kappa", "3"], "then: jostle top OUT --kappa 3"),
         (["calibrate", tmp_path / "x.yaml", *task, "--rise", "-1"], "jostle: rise: got -1.0, expected a positive"),
     ):
         result = jostle_command(*arguments)

@@ -155,6 +155,18 @@ def test_top_as_json(place: Path) -> None:
     assert covariance["helpful"][0]["score"] == pytest.approx(value, rel=1e-6)
 
 
+def test_top_as_json_has_labels_where_there_are_no_texts(tmp_path: Path) -> None:
+    """What the table shows."""
+    train, query = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.ones(2, 2)
+    jostle.attribute(
+        torch.nn.Linear(2, 3), (train, torch.arange(6) % 3), (query, torch.arange(2)), out=tmp_path / "run", chains=2,
+        draws=20, progress=False, examples={"train": [{"label": index % 3} for index in range(5)] + [{"other": 1}]},
+    )  # fmt: skip
+    top = json.loads(jostle_command("top", tmp_path / "run", "--json").stdout)
+    texts = {entry["index"]: entry["text"] for entry in (*top["helpful"], *top["harmful"])}
+    assert texts == {0: "0", 1: "1", 2: "2", 3: "0", 4: "1", 5: None}
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 def test_top_as_a_table(place: Path, columns: int) -> None:
     result = jostle_command("top", place / "run", "-q", 0, columns=columns)
@@ -599,7 +611,12 @@ def test_more_of_the_same_is_an_extension_and_anything_else_another_run(tmp_path
     assert command(known, more, out) == f"jostle extend {out} --draws 130"
     assert command(known, other, out) == f"jostle run {out}-2 --config {out}/config.yaml --thin 40 --step-size 2.5e-06"
     Path(f"{out}-2").mkdir()
-    # A run that ends by itself cannot be extended.
-    assert command(known | {"minutes": 1.0}, more, out) == f"jostle run {out}-3 --config {out}/config.yaml --draws 130"
+    # A run that ends by itself cannot be extended, and another one would end there, too.
+    begin = f"jostle run {out}-3 --config {out}/config.yaml"
+    assert command(known | {"minutes": 1.0}, more, out) == f"{begin} --draws 130 --minutes none"
+    both = known | {"minutes": 1.0, "until": {"ess": 9.0}}
+    assert command(both, more, out) == f"{begin} --draws 130 --until none --minutes none"
+    # Where no number of draws is advised, they still say when it ends.
+    assert command(both, other, out) == f"{begin} --thin 40 --step-size 2.5e-06"
     assert command({}, more, out) is None  # made from Python: there is no command
     assert command(known, {"settings": {}}, out) is None

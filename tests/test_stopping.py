@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +166,8 @@ def test_by_the_command_line_and_again_from_its_config(task: list[str], tmp_path
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("ess", "until: got 'ess', expected ess=400, for one, or error=0.05"),
+        ("ess", "until: got 'ess', expected ess=400, for one, or error=0.05, or none\n"),
+        ("ess=400,error=0.05", "or none; for both, give --until twice: --until ess=400 --until error=0.05\n"),
         ("draws=3", "until: got 'draws', expected ess or error"),
         ("error=-1", "until error: got -1.0, expected a positive number"),
     ],
@@ -174,6 +177,51 @@ def test_what_is_no_criterion(word: str, message: str, task: list[str], tmp_path
     assert result.exit_code == 2
     assert message in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "stops", [["--until", "ess=30"], ["--minutes", "1e-6"], ["--until", "ess=30", "--minutes", "9"]]
+)
+def test_advice_for_a_run_that_stopped_leads_on(stops: list[str], task: list[str], tmp_path: Path) -> None:
+    words = ["--sampler", "gaussian", "--localization", "100", "--chains", "2", "--draws", "300"]
+    result = jostle_command("run", tmp_path / "run", *task, *words, *stops)
+    assert jostle.load(tmp_path / "run").draws == 20
+    (told,) = re.findall(r"^to follow it: jostle (.*)$", result.stdout, re.MULTILINE)
+    followed = jostle_command(*shlex.split(told))
+    assert followed.exit_code == 0, followed.stderr
+    second = jostle.load(tmp_path / "run-2")
+    assert second.draws == second.config["draws"] == 67
+    assert second.config["until"] is second.config["minutes"] is None
+    assert "to follow it" not in followed.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "more"), [(["--draws", 100], "--draws 100 --until none"), (["--draws", 400], "--draws 400 --until none"),
+                        (["--chains", 8], "--chains 8")],
+)  # fmt: skip
+def test_a_run_that_stops_by_itself_is_not_extended(
+    asked: list[Any], more: str, task: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = [*task, "--sampler", "gaussian", "--localization", "100", "--chains", "4", "--draws", "300"]
+    assert jostle_command("run", out, *words, "--until", "ess=50").exit_code == 0
+    said = (
+        f"jostle: out: got {out}, a run that stops by itself (--until), expected another one: where its rounds end "
+        f"depends on draws, so it is not extended; jostle run {out}-2 --config {out}/config.yaml {more}\n"
+    )
+    refused = jostle_command("extend", out, *asked)
+    assert (refused.exit_code, refused.stderr) == (2, said)
+    if asked != ["--draws", 100]:  # which is fewer than it may have, and so another run
+        refused = jostle_command("run", out, *words, "--until", "ess=50", *asked)
+        assert refused.exit_code == 2
+        assert refused.stderr.endswith(said)
+        assert "added are" not in refused.stderr
+
+
+def test_minutes_that_are_none(task: list[str], tmp_path: Path) -> None:
+    refused = jostle_command("run", tmp_path / "run", *task, "--minutes", "few")
+    assert "jostle: minutes: got 'few', expected a number or none" in refused.stderr
+    assert jostle_command("run", tmp_path / "run", *task, "--minutes", "-1").exit_code == 2
 
 
 def test_without_traces_nobody_can_tell() -> None:

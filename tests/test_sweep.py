@@ -88,6 +88,29 @@ def test_a_sweep_is_resumed_widened_and_judged(task: list[str], tmp_path: Path) 
     assert "a sweep with seed 0, expected seed 1, as passed now" in other.stderr
 
 
+def test_an_unreliable_cell_never_comes_first(task: list[str], tmp_path: Path) -> None:
+    """Not even where a bank says that its scores are the best."""
+    out = tmp_path / "sweep"
+    grid = ["--localization", "100", "--n-beta", "1", "--burn-in", "20", "--thin", "5", "--step-size", "1e-2,1e-6"]
+    assert jostle_command("sweep", out, *task, *grid).exit_code == 0
+    timid = jostle.load(out / "cells" / "n_beta=1,localization=100,step_size=1e-06,burn_in=20")
+    scores = timid.influence(normalize=True)
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(60, 10), queries=scores.shape[1],
+        fingerprints={name: scores.provenance["fingerprints"][name] for name in ("train", "query")},
+    )  # fmt: skip
+    for row, values in enumerate(bank.subsets.members @ scores.values):
+        bank.store(row, 0, {"loss": values})
+    result = jostle_command("sweep", out, *task, *grid, "--bank", bank.directory)
+    assert result.exit_code == 0, result.stderr
+    cells = {cell["settings"]["step_size"]: cell for cell in json.loads((out / "sweep.json").read_text())}
+    assert cells[1e-6]["value"] == pytest.approx(1)
+    assert cells[1e-2]["value"] < 0.9
+    assert (cells[1e-6]["verdict"], cells[1e-2]["verdict"]) == ("unreliable", "doubtful")
+    order = [line.split()[2] for line in result.stdout.splitlines() if line.split()[:2] == ["1", "100"]]
+    assert order == ["0.01", "1e-06"]
+
+
 def test_side_by_side_the_numbers_are_the_same(task: list[str], tmp_path: Path) -> None:
     grid = ["--n-beta", "10", "--localization", "100", "--step-size", "1e-2", "--burn-in", "0,4"]
     for name, jobs in (("one", 1), ("two", 2)):

@@ -110,6 +110,18 @@ def test_figures_for_a_paper(place: Path, tmp_path: Path, run: str, name: str, b
     assert len(content) > 3000
 
 
+@pytest.mark.filterwarnings("ignore::jostle.errors.EstimateWarning")
+@pytest.mark.parametrize("kappa", [0, 3, "auto"])
+@pytest.mark.parametrize("run", ["texts", "images"])
+def test_a_figure_says_at_which_kappa_it_was_read(place: Path, tmp_path: Path, run: str, kappa: Any) -> None:
+    result = command("report", place / run, "-o", tmp_path / "at.svg", "-q", 1, "-k", 2, "--kappa", kappa)
+    assert result.exit_code == 0, result.stderr
+    at = jostle.load(place / run).influence(normalize=True, kappa=kappa).provenance.get("kappa", 0.0)
+    drawn = "\n".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "at.svg").read_text()))
+    assert re.findall(r"posterior correlation at κ = ([\d.]+)", drawn) == ([f"{at:g}"] if at else [])
+    assert (f"at.svg: read at κ = {at:g}" in result.stdout) == (kappa != 0)
+
+
 @pytest.mark.parametrize("run", ["texts", "images"])
 def test_a_figure_has_the_verdict_and_nothing_on_the_wrong_side(place: Path, tmp_path: Path, run: str) -> None:
     result = command("report", place / run, "-o", tmp_path / "all.svg", "-k", 30)

@@ -189,7 +189,7 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     figure = Figure(figsize=(1.6 + 2.3 * len(columns), 1.5 + 1.7 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True)
     figure.suptitle(f"mean training loss along the chains, and {of} ({title})", fontsize=12)
-    best = max(cells, key=lambda cell: rank(cell, of))
+    best = max(cells, key=rank)
     for cell in cells:
         row, column = rows.index(cell.settings["localization"]), columns.index(cell.settings["n_beta"])
         axes = panels[row][column]
@@ -218,9 +218,12 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def rank(cell: Cell, of: str) -> tuple[bool, bool, float]:
-    """By which cells are ordered: halves of a bad run may agree, so agreement counts only where a verdict allows it."""
-    return _sound(cell), of == LDS or cell.verdict != "unreliable", cell.value if cell.value is not None else -1.0
+def rank(cell: Cell) -> tuple[bool, bool, float]:
+    """By which cells are ordered: the number counts only where the verdict allows it.
+
+    Halves of a bad run may agree, and where the draws are too few its LDS is that of these draws, not of the setting.
+    """
+    return _sound(cell), cell.verdict != "unreliable", cell.value if cell.value is not None else -1.0
 
 
 def _sound(cell: Cell) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,13 @@ from jostle.calibration import Calibration, calibrate
 from jostle.chains.progress import part_of_more
 from jostle.chains.thinning import Thinning
 from jostle.config import Config, describe
+from jostle.diagnose import command
 from jostle.errors import InputError
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
 from jostle.runs.integrity import so_far
+from jostle.runs.layout import CALIBRATION, differences, other_run
 from jostle.runs.run import Run, read_config, read_manifest
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
@@ -35,6 +39,7 @@ from jostle.samplers import (
     RMSpropSGLD,
     Sampler,
 )
+from jostle.traces.tensor_files import replace_file
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "sgld": SGLD,
@@ -59,6 +64,12 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What kind of thing a config file must have where nobody else looks."""
 LATER = ("control_variates", "precision", "antithetic", "until", "minutes")
 """Settings that some runs do not have."""
+NONE = "none"
+"""Lifts --until or --minutes of a config file."""
+CALIBRATED_RULE = "baoab"
+"""Its covariance has no error of the step, and it forgets in a third of the steps (docs/samplers.md)."""
+OF_CALIBRATION = ("sampler", "step_size", "friction", "n_beta", "localization")
+"""Settings that say what a calibration is asked for, where they are given; it chooses the others."""
 
 
 def resolve(
@@ -77,7 +88,9 @@ def resolve(
         raise InputError("step_size", got=f"{flags['step_size']:g}", expected="none: every step of gaussian draws anew")
     request["thin"] = _thin(request["thin"])
     if "until" in flags:  # words; a config file has names and numbers
-        request["until"] = dict(_criterion(word) for word in flags["until"])
+        request["until"] = _until(flags["until"])
+    if "minutes" in flags:
+        request["minutes"] = _minutes(flags["minutes"])
     if "task" in request and "model" in request:
         raise InputError("task", got="a model as well", expected="either --task or --model")
     needed = () if "task" in request else ("model", "train", "query")
@@ -104,13 +117,31 @@ def _thin(word: Any) -> int | Literal["auto"]:
         raise InputError("thin", got=repr(word), expected="a whole number or auto") from error
 
 
+def _until(words: list[str]) -> dict[str, float] | None:
+    """``ess=400`` and the like as names and numbers; none where a config file's are not to count."""
+    return None if words == [NONE] else dict(map(_criterion, words))
+
+
 def _criterion(word: str) -> tuple[str, float]:
     """``ess=400`` as a name and a number."""
     name, _, value = word.partition("=")
     try:
         return name, float(value)
     except ValueError as error:
-        raise InputError("until", got=repr(word), expected="ess=400, for one, or error=0.05") from error
+        several = len(re.findall(r"\b(?:ess|error)=", word)) > 1
+        raise InputError(
+            "until",
+            got=repr(word),
+            expected=f"ess=400, for one, or error=0.05, or {NONE}",
+            fix="for both, give --until twice: --until ess=400 --until error=0.05" if several else "",
+        ) from error
+
+
+def _minutes(word: str) -> float | None:
+    try:
+        return None if word == NONE else float(word)
+    except ValueError as error:
+        raise InputError("minutes", got=repr(word), expected=f"a number or {NONE}") from error
 
 
 def _from_config(path: Path) -> dict[str, Any]:
@@ -180,8 +211,9 @@ def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
             expected="a run that the command line made",
             fix=f"call jostle.attribute again with the same arguments and out={str(out)!r}, and it goes on",
         )
-    for name in ("chains", "draws"):
-        wanted = (changes or {}).get(name, there[name])
+    counts = {name: changes[name] for name in ("chains", "draws") if changes and name in changes}
+    _refuse_to_extend(out, there, counts)
+    for name, wanted in counts.items():
         if wanted < there[name]:
             raise InputError(name, got=f"{wanted} for {out}, which has {there[name]}", expected="more, in all")
     flags = {name: value for name, value in (changes or {}).items() if value is not None}
@@ -191,6 +223,19 @@ def of_run(out: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     if ranks.several() and device:
         device = device.partition(":")[0]  # the number is that of rank 0's; every rank has its own
     return resolve({"device": device} | flags, config=out / "config.yaml")
+
+
+def _refuse_to_extend(out: Path, there: Mapping[str, Any], more: Mapping[str, float]) -> None:
+    """Refuse more chains or draws of a run that stops by itself, and say how another one gets them."""
+    stops = [f"--{name}" for name in ("until", "minutes") if there.get(name)]
+    if stops and more:
+        another = command(there, {"settings": more}, out)
+        raise InputError(
+            "out",
+            got=f"{out}, a run that stops by itself ({' and '.join(stops)})",
+            expected="another one: where its rounds end depends on draws, so it is not extended",
+            fix=another or "choose another directory",
+        )
 
 
 def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
@@ -206,11 +251,55 @@ def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
     return list(dict.fromkeys([*there, *map(_absolute, added)]))
 
 
-def given_again(given: Mapping[str, Any], *, kappa: float | None) -> dict[str, Any]:
-    """Return which settings count for a run that --auto began; the control without a gradient has its own."""
-    control = kappa == 0 or given.get("n_beta") == 0 or given.get("sampler") == "gaussian"
-    chosen = ("sampler", "step_size", "friction", "n_beta") if control else ()
-    return {name: value for name, value in given.items() if name not in chosen}
+def asked_of_calibration(
+    sampler: Any, given: Mapping[str, Any], *, rise: float | None = None, kappa: float | None = None
+) -> dict[str, Any]:
+    """Return what a calibration is asked for, in one form however it is said; refuses a κ that nothing would heed."""
+    friction = {name: given[name] for name in ("friction",) if name in given}
+    rule: Sampler = sampler_of({"sampler": sampler, "step_size": 1.0} | friction)
+    if kappa == 0 or given.get("n_beta") == 0:
+        rule = Gaussian()
+    control = isinstance(rule, Gaussian)
+    if control and kappa:
+        raise InputError(
+            "kappa",
+            got=f"{kappa:g} for draws without a gradient, which have none",
+            expected="it when they are read",
+            fix=f"leave it out here, and then: jostle top OUT --kappa {kappa:g}",
+        )
+    settings = {name: value for name, value in vars(rule).items() if name != "step_size"}
+    asked: dict[str, Any] = {"sampler": {"name": type(rule).__name__, **settings}}
+    if "localization" not in given:
+        asked["rise"] = RISE if rise is None else rise
+    if "n_beta" not in given and not control:
+        asked["kappa"] = KAPPA if kappa is None else kappa
+    kept = ("localization",) if control else ("localization", "n_beta", "step_size")
+    return asked | {name: given[name] for name in kept if name in given}
+
+
+def given_again(
+    out: Path, given: Mapping[str, Any], *, config: Path | None, rise: float | None, kappa: float | None
+) -> dict[str, Any]:
+    """Return what counts of the flags for a run that --auto began: all but what the calibration was asked for.
+
+    Refuses a run that was calibrated for something else.
+    """
+    try:
+        kept = json.loads((out / CALIBRATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "auto",
+            got=f"{out}, a run begun without it",
+            expected="what it began with",
+            fix="choose another directory, or leave --auto out",
+        ) from error
+    sampler = given.get("sampler", _from_config(config)["sampler"] if config else CALIBRATED_RULE)
+    now = asked_of_calibration(sampler, given, rise=rise, kappa=kappa)
+    there = kept.get("asked", now) if isinstance(kept, dict) else now
+    changed = differences(there, now, absent="not asked for")
+    if changed:
+        raise other_run(out, changed)
+    return {name: value for name, value in given.items() if name not in OF_CALIBRATION}
 
 
 def calibrated(
@@ -224,8 +313,8 @@ def calibrated(
 ) -> tuple[dict[str, Any], Calibration, Task]:
     """Choose what was not given on the command line, and return it with the reasons and the loaded task."""
     if "sampler" not in given and not isinstance(request["sampler"], dict):
-        # Its covariance has no error of the step, and it forgets in a third of the steps (docs/samplers.md).
-        request = request | {"sampler": "baoab"}
+        request = request | {"sampler": CALIBRATED_RULE}
+    asked = asked_of_calibration(request["sampler"], given, rise=rise, kappa=kappa)
     _settings(request)
     task = task_of(request)
     sampler = sampler_of(request)
@@ -248,6 +337,8 @@ def calibrated(
         keep=keep,
         say=say,
     )
+    if keep is not None:  # for whoever asks for the same run, or another one, later
+        replace_file(keep, json.dumps(json.loads(keep.read_text()) | {"asked": asked}, indent=1))
     settings: dict[str, Any] = {
         "n_beta": chosen.posterior.n_beta,
         "localization": chosen.posterior.localization,
@@ -343,11 +434,14 @@ def carry_out(
 
 def _tell_what_is_there(run: Run, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Say what a run has before it goes on or is added to."""
+    there = run.manifest.get("planned", {})
+    asked = {name: request[name] for name in ("chains", "draws")}
+    more = {name: count for name, count in asked.items() if there.get(name, count) < count}
+    _refuse_to_extend(run.directory, run.config, more)
     if run.manifest["status"] != "complete":
         say(f"{run.directory} has {so_far(run)}, and goes on")
         return
-    there = run.manifest.get("planned", {})
-    if any(there.get(name, request[name]) < request[name] for name in ("chains", "draws")):
+    if more:
         say(
             f"{run.directory} has {there['chains']} × {there['draws']} draws: added are those up to "
             f"{request['chains']} × {request['draws']}"

@@ -107,7 +107,7 @@ def sweep(
     cells = carry_out(request, axes, out, bank=judge, jobs=jobs, say=say)
     of = LDS if judge is not None else AGREEMENT
     pictures = draw(cells, out, of=of)
-    best_first = sorted(cells, key=lambda cell: rank(cell, of), reverse=True)
+    best_first = sorted(cells, key=rank, reverse=True)
     print_sweep(Console(highlight=False), [cell.to_dict() for cell in best_first], of)
     for picture in pictures:
         typer.echo(str(picture))

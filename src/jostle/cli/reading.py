@@ -26,7 +26,7 @@ def _warn(run: Run) -> None:
             say(f"warning: {verdict['summary']}" + (f": {remedy}" if remedy else ""))
 
 
-def _read_at(kappa: float, *, chosen: bool) -> str:
+def read_at(kappa: float, *, chosen: bool) -> str:
     """Say at which κ, and whether it was chosen."""
     how = "with the training losses held" if kappa else "as it was sampled"
     support = ", which the draws support" if kappa else ": the draws support no larger one"
@@ -59,7 +59,7 @@ def top(
 
     from rich.console import Console
 
-    from jostle.cli.terminal import print_ranking
+    from jostle.cli.terminal import print_ranking, shown_of
     from jostle.estimate import FEWEST_BATCHES
     from jostle.runs.run import load
 
@@ -77,14 +77,14 @@ def top(
     if not as_json:
         print_ranking(Console(highlight=False), ranking, train, queries)
         if kappa:
-            typer.echo(_read_at(ranking.kappa, chosen=kappa == "auto"))
+            typer.echo(read_at(ranking.kappa, chosen=kappa == "auto"))
         return
     plain = ranking.to_dict()
     if kappa:
         plain["kappa"] = ranking.kappa
     for entry in (*plain["helpful"], *plain["harmful"]):
         if train:
-            entry["text"] = train[entry["index"]].get("text")
+            entry["text"] = shown_of(train[entry["index"]])
     typer.echo(json.dumps(plain, ensure_ascii=False))
 
 
@@ -140,7 +140,7 @@ def show(
     console.print()
     console.print(legend())
     if kappa and scores is not None:
-        typer.echo(_read_at(scores.provenance["kappa"], chosen=kappa == "auto"))
+        typer.echo(read_at(scores.provenance["kappa"], chosen=kappa == "auto"))
 
 
 @app.command(
@@ -167,7 +167,7 @@ def export(
     scores = opened.influence(normalize=normalize, reduction=reduction, kappa=kappa)
     scores.export(file)
     _warn(opened)
-    at = f", {_read_at(scores.provenance['kappa'], chosen=kappa == 'auto')}" if kappa else ""
+    at = f", {read_at(scores.provenance['kappa'], chosen=kappa == 'auto')}" if kappa else ""
     typer.echo(f"{file}: {'−correlation' if normalize else '−covariance'}{at}, negative = training on it helps")
 
 

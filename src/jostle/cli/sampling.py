@@ -115,10 +115,13 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="ess=N|error=E",
-            help="Stop at so many effective draws, or so small a standard error of each query's top scores.",
+            help="Stop at so many effective draws, or so small a standard error of each query's top scores; "
+            "given twice, at both. none: not that of --config.",
         ),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(metavar="MIN", help="Stop when they are over.")] = None,
+    minutes: Annotated[
+        str | None, typer.Option(metavar="MIN|none", help="Stop when they are over. none: not those of --config.")
+    ] = None,
     burn_in: Annotated[int | None, _setting("burn_in", "B", "Steps before the first draw.")] = None,
     thin: Annotated[
         str | None,
@@ -183,7 +186,8 @@ def run(
     # A run that was begun goes on with what was chosen then.
     begun = auto and (out / "manifest.json").is_file()
     if begun:
-        given, config = requests.given_again(given, kappa=kappa), out / "config.yaml"
+        given = requests.given_again(out, given, config=config, rise=rise, kappa=kappa)
+        config = out / "config.yaml"
     request = requests.resolve(given, config=config, preset=preset, out=out)
     loaded = None
 

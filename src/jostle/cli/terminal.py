@@ -228,9 +228,15 @@ def _print_removal(console: Console, report: Report) -> None:
         console.print(flips)
 
 
+def shown_of(example: Mapping[str, Any]) -> str | None:
+    """Return what stands for an example in words: its text or, without one, its label."""
+    words = next((example[name] for name in ("text", "label") if example.get(name) is not None), None)
+    return None if words is None else str(words)
+
+
 def excerpt(example: Mapping[str, Any], width: int) -> str:
     """Return the beginning of an example's text, on one line of this width."""
-    text = " ".join(str(example.get("text", example.get("label", ""))).split())
+    text = " ".join((shown_of(example) or "").split())
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from jostle.cli.reading import read_at
 from jostle.cli.shell import Kappa, app, examples, say
 from jostle.errors import InputError, require_folder
 
@@ -112,6 +113,6 @@ def report(
         if not isinstance(reading, Reading):
             raise InputError("report", got="a file of scores", expected="a run directory first")
         draw_figure(reading, output, query=query[0] if query else 0, train=train or [], token=token, k=k or 6)
-        typer.echo(str(output))
+        typer.echo(f"{output}: {read_at(reading.kappa, chosen=kappa == 'auto')}" if kappa else str(output))
     except UnreadableError as error:
         raise InputError("report", got=str(error), expected="a run that can be read") from error

@@ -99,9 +99,12 @@ def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) ->
     if not settings or "source" not in config:
         return None
     flags = " ".join(f"--{name.replace('_', '-')} {value:.15g}" for name, value in settings.items())
-    # A run that stops by itself has had what it wanted, and takes no more draws.
-    if settings.keys() <= {"draws", "chains"} and not config.get("until") and not config.get("minutes"):
+    # A run that stops by itself has had what it wanted, and takes no more draws; another one would stop there, too.
+    stops = [f"--{name} none" for name in ("until", "minutes") if config.get(name)]
+    if settings.keys() <= {"draws", "chains"} and not stops:
         return f"jostle extend {shlex.quote(str(out))} {flags}"
+    if "draws" in settings:
+        flags = " ".join([flags, *stops])
     number = next(number for number in itertools.count(2) if not Path(f"{out}-{number}").exists())
     places = [shlex.quote(f"{out}-{number}"), "--config", shlex.quote(str(out / "config.yaml"))]
     return f"jostle run {' '.join(places)} {flags}"

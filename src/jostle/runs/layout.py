@@ -160,13 +160,27 @@ OTHER = {
 """What a run is said to be of, by the name of the fingerprint that differs."""
 
 
-def _difference(directory: Path, settings: dict[str, Any]) -> list[str]:
-    """Which settings a run was made with that are others now."""
-    there, now = _flat(read_config(directory)), _flat(settings)
-    return [f"{key} {there.get(key)} there, {now.get(key)} now" for key in now if there.get(key) != now.get(key)]
+def differences(there: Mapping[str, Any], now: Mapping[str, Any], *, absent: str = "None") -> list[str]:
+    """Which settings were others, in words."""
+    before, after = _flat(there), _flat(now)
+    return [
+        f"{key} {before.get(key, absent)} there, {after.get(key, absent)} now"
+        for key in dict.fromkeys([*after, *before])
+        if before.get(key) != after.get(key)
+    ]
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def other_run(directory: Path, differ: Sequence[str], of: str = "other settings") -> InputError:
+    """Return the refusal of a run that is not the one that is asked for."""
+    return InputError(
+        "out",
+        got=f"{directory}, a run of {of} ({'; '.join(differ)})",
+        expected="what it began with",
+        fix="choose another directory, or delete this one",
+    )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -195,16 +209,13 @@ def open_run(
         theirs, ours = manifest["fingerprints"].get(name), fingerprints.get(name)
         extended = (name == "config" and _extends(config, manifest)) or (name == "query" and more_queries)
         if theirs != ours and not extended:
-            changed = _difference(directory, config.to_dict()) if name == "config" else []
             both = [f"{'none' if one is None else f'fingerprint {one}'} {when}"
                     for one, when in ((theirs, "there"), (ours, "now"))]  # fmt: skip
-            raise InputError(
-                "out",
-                got=f"{directory}, a run of {OTHER.get(name, f'another {name}')} "
-                f"({'; '.join(changed) if changed else ', '.join(both)})",
-                expected="what it began with",
-                fix="choose another directory, or delete this one",
-            )
+            changed = []
+            if name == "config":
+                settings, before = config.to_dict(), read_config(directory)
+                changed = differences({key: before[key] for key in settings if key in before}, settings)
+            raise other_run(directory, changed or [", ".join(both)], OTHER.get(name, f"another {name}"))
     if keep_weights and not Traces(place_of_traces(directory, manifest)).keeps_weights:
         raise InputError(
             "keep_weights",

@@ -92,7 +92,7 @@ def _draw_texts(
                 axes.text(word.x + word.lead, y, text, fontsize=FONT, color=colour, parse_math=False)
             y -= LINE
         y -= 0.35 * LINE
-    note = f"posterior correlation, full colour at ±{reach:.2f}: blue, the losses move together (helps); orange, harms"
+    note = f"{_what(reading)}, full colour at ±{reach:.2f}: blue, the losses move together (helps); orange, harms"
     axes.text(MARGIN, 1.5 * LINE, note, fontsize=FONT - 1.5, color="dimgray")
     verdict, colour = _verdict(reading, WIDTH)
     axes.text(MARGIN, 0.5 * LINE, verdict, fontsize=FONT - 1.5, color=colour)
@@ -102,6 +102,11 @@ def _draw_texts(
 def _strongest(correlations: np.ndarray, k: int) -> list[int]:
     """The ``k`` largest correlations, but for those that are shown as 0 or have the other sign."""
     return [index for index in np.argsort(-correlations, kind="stable")[:k].tolist() if correlations[index] >= 0.005]
+
+
+def _what(reading: Reading) -> str:
+    """What the numbers are, and at which κ they were read where that is not as the draws were sampled."""
+    return "posterior correlation" + (f" at κ = {reading.kappa:g}" if reading.kappa else "")
 
 
 def _verdict(reading: Reading, width: float) -> tuple[str, str]:
@@ -169,8 +174,10 @@ def _draw_images(
     ranked = [("most helpful", _strongest(by_example, k)), ("most harmful", _strongest(-by_example, k))]
     rows = [("", list(train))] if train else [(title, row) for title, row in ranked if row] or [("", [])]
     wide = max(len(row) for _, row in rows)
-    size = (0.85 * (wide + 1.3), 1.15 * len(rows) + 0.45)
+    size = (0.85 * (wide + 1.3), 1.15 * len(rows) + 0.45 + (LINE if reading.kappa else 0.0))
     figure = Figure(figsize=size, layout="constrained")
+    if reading.kappa:
+        figure.suptitle(_what(reading), fontsize=FONT - 1.5, color="dimgray")
     verdict, level = _verdict(reading, size[0])
     figure.supxlabel(verdict, fontsize=FONT - 1.5, color=level)
     panels = figure.subplots(len(rows), wide + 1, squeeze=False)
