@@ -180,6 +180,27 @@ def test_top_as_a_table(place: Path, columns: int) -> None:
     assert "±" not in without
 
 
+def test_what_luck_would_give_stands_below_the_strongest() -> None:
+    """Of n independent scores of error 1 the strongest lies where 1 of n is farther out, on either side."""
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=(1_000, 200))
+    values = noise.copy()
+    values[:3] = -9.0
+    scores = jostle.Scores(values=values, method="bif", normalized=True, standard_error=np.ones_like(values))
+    counts = []
+    for query in range(200):
+        console = Console(width=120, file=io.StringIO())
+        print_ranking(console, scores.top(query, 10), [], [], among=1_000)
+        found = re.search(
+            r"of 1,000 .* would lie (3\.3) errors from 0: (\d+) of these 20 lie farther", console.file.getvalue()
+        )
+        assert found
+        counts.append(int(found[2]))
+    # The three that are real, and one of a thousand by luck, in the mean.
+    assert np.mean(counts) == pytest.approx(4, abs=0.3)
+    assert np.median(np.abs(noise).max(0)) == pytest.approx(3.3, abs=0.15)
+
+
 def test_a_side_without_examples_is_not_an_empty_table() -> None:
     console = Console(width=80, file=io.StringIO())
     ranking = jostle.Scores(values=np.array([[-0.5], [-0.25]]), method="bif", normalized=True).top(0, 5)

@@ -69,6 +69,9 @@ class Config:
                 raise InputError(name, got=repr(getattr(self, name)), expected="True or False")
         if self.antithetic and self.chains % 2:
             raise InputError("chains", got=f"{self.chains} with antithetic=True", expected="an even number: pairs")
+        if self.antithetic and self.keep == "covariance":
+            # Of a chain that fails, its mirror image is left out with it; sums have it already.
+            raise InputError("keep", got="'covariance' with antithetic=True", expected="'traces', for pairs of chains")
         self._check_stopping()
         if self.precision not in get_args(Precision):
             expected = ", ".join(repr(name) for name in get_args(Precision))

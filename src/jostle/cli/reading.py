@@ -75,7 +75,8 @@ def top(
     train, queries = opened.examples("train"), opened.examples("query")
     _warn(opened)
     if not as_json:
-        print_ranking(Console(highlight=False), ranking, train, queries)
+        among = opened.traces.columns("train").samples if opened.config["keep"] == "traces" else None
+        print_ranking(Console(highlight=False), ranking, train, queries, among=among)
         if kappa:
             typer.echo(read_at(ranking.kappa, chosen=kappa == "auto"))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +27,14 @@ CONTEXT = 24
 
 
 def print_ranking(
-    console: Console, ranking: Ranking, train: Sequence[Mapping[str, Any]], query: Sequence[Mapping[str, Any]]
+    console: Console,
+    ranking: Ranking,
+    train: Sequence[Mapping[str, Any]],
+    query: Sequence[Mapping[str, Any]],
+    *,
+    among: int | None = None,
 ) -> None:
-    """Print the most helpful and most harmful examples for a query."""
+    """Print the most helpful and most harmful examples for a query, out of ``among`` examples."""
     value = "correlation" if ranking.normalized else "influence"
     about = f"query {ranking.query}"
     if query:
@@ -54,6 +60,15 @@ def print_ranking(
         console.print("posterior correlation: positive = the losses move together, training on it helps")
     else:
         console.print("influence −Cov: negative = training on it lowers the query's loss")
+    known = [(entry.score, entry.standard_error) for entry in (*ranking.helpful, *ranking.harmful)]
+    if among and known and known[0][1] is not None:
+        # Whoever picks the strongest of many picks the luckiest: an error is not that of a score that was chosen.
+        luck = NormalDist().inv_cdf(1 - 1 / (2 * among + 1))
+        sure = sum(abs(score) > luck * (error or 0.0) for score, error in known)
+        console.print(
+            f"of {among:,} scores without any influence the strongest would lie {luck:.1f} errors from 0: "
+            f"{sure} of these {len(known)} lie farther"
+        )
 
 
 def _value(entry: Entry, ranking: Ranking) -> str:

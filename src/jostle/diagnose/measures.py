@@ -52,7 +52,8 @@ def effective_draws(sample: Sample, quantile: float = 0.75) -> tuple[float | Non
     products = pair_products(*sides)
     if products.shape[1] < FEWEST_DRAWS or products.shape[2] == 0:
         return None, None
-    slowest = max(autocorrelation_time(side, quantile) for side in sides)
+    # Where chains stand is for the products and for R-hat to judge: of losses, only how soon a chain forgets them.
+    slowest = max(autocorrelation_time(side - side.mean(1, keepdims=True), quantile) for side in sides)
     averaged = float(np.quantile(effective_sizes(products, "bulk"), 1 - quantile))
     if math.isnan(slowest) or math.isnan(averaged):
         return None, None
