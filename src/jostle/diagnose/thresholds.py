@@ -41,4 +41,4 @@ HOT_BY_CHANCE = 2.0
 """How far below the true one, in units of 1/nβ, that free energy may have come out, and how far above it the mean of a
 few draws: farther with probability e⁻² at most, whatever the loss. That is a bound for the worst of losses: of exact
 draws from 500 targets (11 shapes of loss, 1 to 1,000 directions, weak to strong), none was above this and above HOT
-times it at once in up to 4,000 trials."""
+times it at once in 200 to 4,000 trials each."""
