@@ -24,8 +24,8 @@ WITHIN = {
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],
     "chains": [
-        "randomness", "observing", "recording", "chain", "checkpoints", "progress", "running", "spreading", "signals",
-        "execution", "thinning", "stopping",
+        "randomness", "observing", "recording", "without_gradient", "chain", "checkpoints", "progress", "running",
+        "spreading", "signals", "execution", "thinning", "stopping",
     ],
     "runs": [
         "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",

@@ -136,7 +136,7 @@ class CovarianceRecorder:
         self._path, self._draws = path, draws
         self._columns = {name: observer.columns for name, observer in observers.items()}
         centers = [
-            _sequence_means(observers[name].center_losses, self._columns[name]).cpu() for name in ("train", "query")
+            sequence_means(observers[name].center_losses, self._columns[name]).cpu() for name in ("train", "query")
         ]
         self._stream = StreamingCovariance(*centers)
         self._finished: list[int] = []
@@ -151,9 +151,7 @@ class CovarianceRecorder:
     def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
         """Add one draw to each chain's sums."""
         for row, chain in enumerate(chains):
-            train, query = (
-                _sequence_means(values[name][row].cpu(), self._columns[name]) for name in ("train", "query")
-            )
+            train, query = (sequence_means(values[name][row].cpu(), self._columns[name]) for name in ("train", "query"))
             self._stream.update(chain, train, query)
 
     def flush(self) -> None:
@@ -187,7 +185,8 @@ def load_sums(path: Path) -> tuple[dict[str, Tensor], list[int]]:
     return tensors, about["finished"]
 
 
-def _sequence_means(losses: Float[Tensor, " column"], columns: Columns) -> Float[Tensor, " sample"]:
+def sequence_means(losses: Float[Tensor, " column"], columns: Columns) -> Float[Tensor, " sample"]:
+    """Return one loss a sample; a sequence's is the mean of its tokens'."""
     if columns.offsets is None:
         return losses
     lengths = torch.from_numpy(np.diff(columns.offsets)).to(losses.device)

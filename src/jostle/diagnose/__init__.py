@@ -102,6 +102,7 @@ def _begin(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         "remarks": list(manifest["remarks"]),
         "chains": config["chains"] - len(manifest["failed_chains"]),
         "draws": config["draws"],
+        "rise_without_gradient": manifest.get("rise_without_gradient"),
     }
 
 

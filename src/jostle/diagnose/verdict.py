@@ -20,6 +20,7 @@ from jostle.diagnose.thresholds import (
     FEWEST_EFFECTIVE,
     HARDLY_RISEN,
     HOT,
+    HOT_BY_CHANCE,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
     R_HAT_UNRELIABLE,
@@ -152,7 +153,7 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         )
         return
     unstable = False
-    for reason in _unstable(found, chains, smaller or nearer, nearer, shorter):
+    for reason in _unstable(config, found, chains, smaller or nearer, nearer, shorter):
         unstable = True
         yield reason
     if "unknown" in found:
@@ -174,7 +175,12 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
 
 
 def _unstable(
-    found: Mapping[str, Any], chains: int, smaller: str, nearer: str, shorter: Mapping[str, float]
+    config: Mapping[str, Any],
+    found: Mapping[str, Any],
+    chains: int,
+    smaller: str,
+    nearer: str,
+    shorter: Mapping[str, float],
 ) -> Iterator[Reason]:
     """Chains that left, or are leaving, what they should sample."""
     away = found.get("runaway", {}).get("chains", [])
@@ -199,6 +205,8 @@ def _unstable(
             smaller,
             shorter,
         )
+    elif not away:
+        yield from _above_the_free_energy(config, found, smaller, shorter)
     rise, center = found["rise"], abs(found["mean_loss_at_center"] or 0.0)
     if rise > max(RISE_DOUBTFUL, center / 2):
         yield Reason(
@@ -207,6 +215,29 @@ def _unstable(
             rise,
             f"the mean loss is {rise:.3g} nats above w*: the chain left the neighbourhood",
             nearer,
+            shorter,
+        )
+
+
+def _above_the_free_energy(
+    config: Mapping[str, Any], found: Mapping[str, Any], smaller: str, shorter: Mapping[str, float]
+) -> Iterator[Reason]:
+    """A mean loss that no target has, by `jostle.chains.without_gradient`."""
+    without, n_beta, rise = found["rise_without_gradient"], config["posterior"]["n_beta"], found["rise"]
+    if without is None:
+        return
+    most, small = max(0.0, without["free_energy"]), config["batch_size"] < without["examples"]
+    # E[exp(nβ·(L̄ − F))] = 1 under the target: by Markov's inequality once more, draws are not farther above F, either.
+    error = found["local_learning_coefficient"]["standard_error"]
+    by_chance = (HOT_BY_CHANCE + (HOT_BY_CHANCE if error is None else min(HOT_BY_CHANCE, 3 * error))) / n_beta
+    if rise > HOT * most and rise > most + by_chance:
+        yield Reason(
+            "unreliable" if rise > 2 * HOT * most else "doubtful",
+            "too hot",
+            rise / most if most else None,
+            f"the mean loss rises by {rise:.3g} nats, where draws without a gradient allow {most:.3g} at most: the "
+            f"step{' or the noise of small batches' if small else ''} heats the chain",
+            f"{smaller}, or raise --batch-size" if small else smaller,
             shorter,
         )
 

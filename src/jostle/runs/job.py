@@ -18,6 +18,7 @@ from jostle.chains.observing import Observer
 from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
 from jostle.chains.thinning import PROBED_EXAMPLES, USUAL_THIN, Thinning, choose_thin
+from jostle.chains.without_gradient import rise_without_gradient
 from jostle.config import Config, require_whole
 from jostle.models.in_place import InPlace
 from jostle.ranks import EnoughError, Ranks
@@ -269,6 +270,7 @@ class Job:
             "scale": None if functions.potential_loss else scale,
             "execution": self._execution.to_dict(),
             "thinning": thinning and dataclasses.asdict(thinning),
+            "rise_without_gradient": self._rise_without_gradient(interrupted) if self._ranks.leads else None,
             **({} if kept.traces is None else {"traces": check_url(kept.traces)}),
         }
         if self._ranks.leads:
@@ -293,6 +295,23 @@ class Job:
         at_once = self._execution.chains_at_once
         with telling(self._shown) as tell:
             return choose_thin(self._dynamics, probes, at_once=at_once, interrupted=interrupted, tell=tell)
+
+    def _rise_without_gradient(self, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
+        """How far the mean loss may rise at most; None where another drives the chain, or the model is spread out."""
+        others = self._functions.potential_loss is not None or self._data.drawn_from_others
+        if others or self._in_place.crew.count > 1:
+            return None
+        config, observer = self._config, self._prepared.observers["train"]
+        with telling(self._shown) as tell:
+            return rise_without_gradient(
+                self._in_place,
+                observer,
+                config.posterior,
+                draws=config.chains * config.draws,
+                seed=config.seed,
+                interrupted=interrupted,
+                tell=tell,
+            )
 
     def _go_on(self, manifest: dict[str, Any]) -> None:
         if "query" in self._changes(manifest) and self._ranks.first_crew:
