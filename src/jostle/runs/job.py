@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -302,7 +303,7 @@ class Job:
         if others or self._in_place.crew.count > 1:
             return None
         config, observer = self._config, self._prepared.observers["train"]
-        with telling(self._shown) as tell:
+        with telling(self._shown) as tell, contextlib.suppress(torch.OutOfMemoryError):  # it takes a chain's weights
             return rise_without_gradient(
                 self._in_place,
                 observer,
@@ -312,6 +313,7 @@ class Job:
                 interrupted=interrupted,
                 tell=tell,
             )
+        return None
 
     def _go_on(self, manifest: dict[str, Any]) -> None:
         if "query" in self._changes(manifest) and self._ranks.first_crew:
