@@ -18,7 +18,8 @@ import uvicorn
 import yaml
 
 from jostle.config import fingerprint_settings
-from jostle.runs.run import FORMAT, Run
+from jostle.runs.manifest import FORMAT
+from jostle.runs.run import Run
 from jostle.traces.store import Columns, Traces
 from jostle.viewer.answers import Answers
 from jostle.viewer.server import make_app

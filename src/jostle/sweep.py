@@ -29,7 +29,8 @@ from jostle.diagnose import plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate import Bank, lds
 from jostle.posterior import Potential
-from jostle.runs.run import Run, load, read_manifest
+from jostle.runs.manifest import read_manifest
+from jostle.runs.run import Run, load
 
 AXES = ("n_beta", "localization", "step_size", "burn_in")
 LDS, AGREEMENT = "LDS", "agreement of halves"

@@ -27,7 +27,8 @@ from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
 from jostle.runs.integrity import so_far
 from jostle.runs.layout import CALIBRATION, differences, other_run
-from jostle.runs.run import Run, read_config, read_manifest
+from jostle.runs.manifest import read_config, read_manifest
+from jostle.runs.run import Run
 from jostle.runs.sampling import attribute
 from jostle.samplers import (
     BAOAB,

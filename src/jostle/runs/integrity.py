@@ -14,7 +14,8 @@ from jostle.chains.checkpoints import Checkpoints
 from jostle.chains.recording import load_sums
 from jostle.errors import InputError, StorageError
 from jostle.runs.layout import ADDING_QUERIES
-from jostle.runs.run import Run, check_config, place_of_traces, read_config, read_manifest
+from jostle.runs.manifest import check_config, place_of_traces, read_config, read_manifest
+from jostle.runs.run import Run
 from jostle.traces.store import Traces
 from jostle.traces.tensor_files import read_tensors
 

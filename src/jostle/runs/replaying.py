@@ -23,7 +23,7 @@ from jostle.chains.running import Pace, run_chains
 from jostle.errors import InputError
 from jostle.ranks import Ranks
 from jostle.runs.layout import withdraw_queries, write_manifest
-from jostle.runs.run import place_of_traces
+from jostle.runs.manifest import place_of_traces
 from jostle.traces.store import Traces
 
 log = logging.getLogger("jostle")

@@ -19,7 +19,7 @@ from jostle.chains.running import Pace, run_chains
 from jostle.chains.stopping import measure, next_round, reached
 from jostle.ranks import Ranks
 from jostle.runs.layout import write_manifest
-from jostle.runs.run import healthy_chains, place_of_traces
+from jostle.runs.manifest import healthy_chains, place_of_traces
 from jostle.traces.store import Traces
 
 log = logging.getLogger("jostle")
