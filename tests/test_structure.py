@@ -28,7 +28,7 @@ WITHIN = {
         "spreading", "signals", "execution", "thinning", "stopping",
     ],
     "runs": [
-        "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",
+        "manifest", "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",
     ],
     "asking": ["tasks", "requests"],
 }  # fmt: skip
