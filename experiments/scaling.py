@@ -219,9 +219,14 @@ def time_ekfac(model: Any, shape: Shape, train: Rows, query: Rows, quick: bool) 
     weights = PRESET["weights"] if whole else FIRST_BLOCK
     scratch = Path(tempfile.mkdtemp())
     try:
-        # First, since the first call loads kernels.
-        passes = time_stages(model, train, query, more, SMALL_LAYER, scratch / "small")
-        shutil.rmtree(scratch / "small")
+        time_stages(model, train[:FIT_BATCH], query, FIT_BATCH, SMALL_LAYER, scratch / "first")  # it loads kernels
+        shutil.rmtree(scratch / "first")
+        passes = {
+            size: time_stages(model, train, query, size, SMALL_LAYER, scratch / f"small-{size}")
+            for size in (() if whole else (fewer, more))
+        }
+        for size in passes:
+            shutil.rmtree(scratch / f"small-{size}")
         measured = {more: time_stages(model, train, query, more, weights, scratch / "more")}
         disk = sum(path.stat().st_size for path in scratch.rglob("*.safetensors")) / 1e9
         # Eigenvectors take as long whatever they were fitted on: the second fit has the first one's.
@@ -235,19 +240,19 @@ def time_ekfac(model: Any, shape: Shape, train: Rows, query: Rows, quick: bool) 
         measured[fewer] = {stage: few[stage] for stage in ("covariance", "lambda")}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    result = ekfac_result(measured, None if whole else passes, shape.layers)
+    result = ekfac_result(measured, passes or None, shape.layers)
     return result | {"disk_gb": disk * (1 if whole else shape.layers)}
 
 
 def ekfac_result(
-    measured: Mapping[int, Mapping[str, float]], passes: Mapping[str, float] | None, blocks: int
+    measured: Mapping[int, Mapping[str, float]], passes: Mapping[int, Mapping[str, float]] | None, blocks: int
 ) -> dict[str, Any]:
     """Seconds of fit and scores for all blocks, and of a fit on a million examples.
 
     Args:
         measured: of each stage, by the size of the fit set; eigendecomposition and scores for the largest.
-        passes: the same of one small layer, on the largest, where one block was fitted and not all: about what passes
-            through the model take, which is the same however many blocks are fitted.
+        passes: the same of one small layer, where one block was fitted and not all: about what passes through the
+            model take, which is the same however many blocks are fitted.
         blocks: how many there are.
     """
     fewer, more = sorted(measured)
@@ -256,7 +261,7 @@ def ekfac_result(
         seconds = measured[size][stage]
         if passes is None or stage == "eigendecomposition":
             return seconds if passes is None else blocks * seconds
-        alone = passes[stage] * (1 if stage == "scores" else size / more)
+        alone = passes[size][stage]
         return alone + blocks * max(0.0, seconds - alone)
 
     eigendecomposition = all_blocks(more, "eigendecomposition")
@@ -265,7 +270,7 @@ def ekfac_result(
     once = passing[more] - slope * more + eigendecomposition
     return {
         "stages": {str(size): dict(stages) for size, stages in measured.items()},
-        "stages_of_one_small_layer": passes and dict(passes),
+        "stages_of_one_small_layer": passes and {str(size): dict(stages) for size, stages in passes.items()},
         "extrapolated_from_blocks": None if passes is None else 1,
         "eigendecomposition_seconds": eigendecomposition,
         "fit_seconds": {str(size): seconds + eigendecomposition for size, seconds in passing.items()},
@@ -362,7 +367,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     rows = sorted((row for row in record["shapes"].values() if "parameters" in row), key=lambda row: row["parameters"])
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5.6), layout="constrained")
     times, memory = figure.subplots(1, 2)
 
     def curve(panel: Any, label: str, colour: str, style: str, points: list[tuple[float, float, bool]]) -> None:
@@ -387,7 +392,8 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
           points("EK-FAC", lambda found: found["fit_seconds"][fit] + found["score_seconds"],
                  "extrapolated_from_blocks"))  # fmt: skip
     curve(times, "EK-FAC, fitted on a million", rival, ":",
-          points("EK-FAC", lambda found: found[million] + found["score_seconds"], None))  # fmt: skip
+          points("EK-FAC", lambda found: found[million] + found["score_seconds"] if million in found else None,
+                 None))  # fmt: skip
     if peak := record.get("matmul_peak_tflops"):
         floor = [(row["parameters"], DRAWS * row["flops_a_draw"] / (1e12 * peak)) for row in rows]
         times.plot(*zip(*floor, strict=True), color="black", linewidth=0.8, linestyle="--",
@@ -401,8 +407,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     for panel in (times, memory):
         panel.set(xlabel="parameters", xscale="log", yscale="log")
         panel.grid(alpha=0.3)
-        if panel.has_data():
-            panel.legend()
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     hardware = record.get("environment", {}).get("accelerator") or "CPU"
     figure.suptitle(
         f"Pythia shapes, random weights, {hardware}; hollow: extrapolated from fewer draws, one block, or a smaller fit"
