@@ -69,13 +69,16 @@ def judge(problem: Problem, step: float, thin: int, draws: int, seed: int) -> li
     settings: dict[str, Any] = {"draws": draws, "burn_in": BURN_IN, "thin": thin}
     weights = simulate(sampler, problem.hessian, problem.posterior, chains=CHAINS * RUNS, seed=seed, **settings)
     losses, truth, rows = problem.losses(weights), problem.truth(), []
+    # Along all of the few directions there are: (w − w*)·∇U(w)/d.
+    temperature = ((weights.numpy() @ problem.precision) * weights.numpy()).mean(2)
     config = settings | {
         "chains": CHAINS,
+        "batch_size": SAMPLES,
         "posterior": {"n_beta": 100.0, "localization": 10.0, "prior_precision": 0.0},
         "sampler": {"name": "SGLD", "step_size": sampler.step_size},
     }
     manifest = {
-        "failed_chains": [], "remarks": [], "scale": 1.0, "moving_weights": WEIGHTS,
+        "failed_chains": [], "remarks": [], "scale": 100.0 / SAMPLES, "moving_weights": WEIGHTS,
         "fingerprints": {"train": "a", "sampling_data": "a"},
     }  # fmt: skip
     for first in range(0, len(losses), CHAINS):
@@ -83,6 +86,7 @@ def judge(problem: Problem, step: float, thin: int, draws: int, seed: int) -> li
         sample = Sample(
             mean_loss=values.mean(2), center_loss=float((problem.residuals**2).mean() / 2), chains=np.arange(CHAINS),
             train=values, other=values[:, :, :QUERIES], tokens=None,
+            temperature=temperature[first : first + CHAINS],
         )  # fmt: skip
         found = diagnose(config, manifest, sample)
         scores = covariance(values, values[:, :, :QUERIES], normalize=True, device="cpu").values

@@ -24,7 +24,7 @@ WITHIN = {
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],
     "chains": [
-        "randomness", "observing", "recording", "without_gradient", "chain", "checkpoints", "progress", "running",
+        "randomness", "observing", "recording", "thermometer", "chain", "checkpoints", "progress", "running",
         "spreading", "signals", "execution", "thinning", "stopping",
     ],
     "runs": [

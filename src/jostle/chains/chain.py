@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from jostle.chains import randomness
 from jostle.chains.observing import Observer
+from jostle.chains.thermometer import Thermometer, directions_of
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.losses import Loss, at_least_float32
@@ -63,6 +65,7 @@ class Dynamics:
 
     Attributes:
         keeps_weights: whether the weights of every draw are recorded, too.
+        thermometer: reads the temperature at every draw, where there is one.
         center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
             `full_gradient`).
     """
@@ -83,6 +86,8 @@ class Dynamics:
         self._center = model.moving.center
         self.center_gradient: Float[Tensor, " weight"] | None = None
         self.keeps_weights = False
+        self.thermometer: Thermometer | None = None
+        self._ahead: dict[tuple[int, ...], tuple[int, Tensor]] = {}
         self._move: Callable[..., Statistics] = self._step
         self._pieces = 1
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
@@ -119,6 +124,25 @@ class Dynamics:
         controlled = gradient + self.center_gradient
         return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
 
+    def new_thermometer(self, most: int) -> Thermometer | None:
+        """Return one with so many directions: gradients at draws of the localization alone. None where these are 0."""
+        config, posterior, moving = self.config, self.config.posterior, self.model.moving
+        pull = posterior.localization + posterior.prior_precision
+        middle = self._center * (posterior.localization / pull) if pull else self._center
+
+        def gradient(number: int) -> Tensor:
+            chain = -2 * (number + 1)  # nobody's, and first of its pair where chains are antithetic
+            weights = torch.empty_like(self._center)[None]
+            for part, noise in randomness.noise(config.seed, [chain], 0, moving, self.model.device):
+                weights[:, part] = middle[part] + (noise / math.sqrt(pull) if pull else 0.0)
+            return self.gradient(Group([chain], 0, weights, {}))[0]
+
+        directions = directions_of(gradient, most, moving.whole.total, self.model.crew) if most else None
+        self.model.let_go()
+        if directions is None:
+            return None
+        return Thermometer(directions, self._center, posterior, self.model.crew)
+
     def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
         while True:
@@ -150,7 +174,8 @@ class Dynamics:
         )
         if noise_first:
             blocks = list(blocks)
-        gradient = self.gradient(group)
+        ahead, known = self._ahead.pop(tuple(group.chains), (None, None))
+        gradient = known if known is not None and ahead == group.step else self.gradient(group)
         burning_in = group.step < config.burn_in
         before, after = group.statistics, {}
         mirrored = [row for row, chain in enumerate(group.chains) if chain != sources[row]]
@@ -192,7 +217,7 @@ class Dynamics:
     def observe(
         self, group: Group, observers: Mapping[str, Observer] | None = None
     ) -> dict[str, Float[Tensor, "chain column"]]:
-        """Return the losses of every observed set, and every observable, at the group's weights.
+        """Return the losses of every observed set, every observable, and the temperature, at the group's weights.
 
         ``observers`` stand in for those of the run: a pilot looks at a few examples only.
         """
@@ -200,6 +225,11 @@ class Dynamics:
         seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
+        if self.thermometer is not None:
+            gradient = self.gradient(group)
+            seen["temperature"] = self.thermometer.read(group.weights, gradient)
+            if group.step != self.config.steps[-1]:  # it is the next step's, which is not to take it again
+                self._ahead[tuple(group.chains)] = group.step, gradient
         if self.keeps_weights:
             # A copy, whole however the model is spread: the next step is made in place.
             seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])

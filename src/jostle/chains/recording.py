@@ -140,6 +140,7 @@ class CovarianceRecorder:
         ]
         self._stream = StreamingCovariance(*centers)
         self._finished: list[int] = []
+        self._temperatures: dict[int, list[Tensor]] = {}
         if path.exists():
             self._stream.sums, self._finished = load_sums(path)
 
@@ -151,6 +152,8 @@ class CovarianceRecorder:
     def record(self, chains: list[int], draw: int, values: dict[str, Float[Tensor, "chain column"]]) -> None:
         """Add one draw to each chain's sums."""
         for row, chain in enumerate(chains):
+            if "temperature" in values:
+                self._temperatures.setdefault(chain, []).append(values["temperature"][row].double().cpu())
             train, query = (sequence_means(values[name][row].cpu(), self._columns[name]) for name in ("train", "query"))
             self._stream.update(chain, train, query)
 
@@ -158,16 +161,23 @@ class CovarianceRecorder:
         """Do nothing: a chain's sums are in its checkpoint, the total is written when a chain ends."""
 
     def unfinished(self, chain: int) -> dict[str, Tensor]:
-        """Return the chain's sums."""
-        return self._stream.unfinished(chain)
+        """Return the chain's sums, and its temperatures."""
+        temperatures = self._temperatures.get(chain)
+        return self._stream.unfinished(chain) | ({"temperature": torch.cat(temperatures)} if temperatures else {})
 
     def restore(self, chain: int, state: dict[str, Tensor]) -> None:
-        """Take the chain's sums back."""
-        self._stream.restore(chain, state)
+        """Take the chain's sums back, and its temperatures."""
+        sums = dict(state)
+        if "temperature" in sums:
+            self._temperatures[chain] = [sums.pop("temperature")]
+        self._stream.restore(chain, sums)
 
     def finish(self, chain: int) -> None:
         """Add the chain to the total, and write that."""
         self._stream.finish(chain)
+        if (temperatures := self._temperatures.pop(chain, None)) is not None:
+            known = self._stream.sums.get("temperature", torch.empty(0, dtype=torch.float64))
+            self._stream.sums["temperature"] = torch.cat([known, torch.cat(temperatures).mean()[None]])
         self._finished = [*self._finished, chain]
         recorded, expected = int(self._stream.sums["draws"]), self._draws * len(self._finished)
         if recorded != expected:
@@ -176,6 +186,7 @@ class CovarianceRecorder:
 
     def drop(self, chain: int) -> None:
         """Forget the chain."""
+        self._temperatures.pop(chain, None)
         self._stream.drop(chain)
 
 

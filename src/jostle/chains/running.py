@@ -139,7 +139,7 @@ class _Health:
         """Take note of what is finite at a draw, without asking yet."""
         # One pass that writes nothing: a sum is finite only if all its terms are.
         weights = torch.isfinite(group.weights.sum(1))
-        values = [value.to(weights.device) for name, value in seen.items() if name != "weights"]
+        values = [value.to(weights.device) for name, value in seen.items() if name not in ("weights", "temperature")]
         losses = torch.stack([torch.isfinite(value.sum(1)) for value in values]).all(0)
         self._looks.append((group.step, weights, losses))
 

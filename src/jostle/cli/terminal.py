@@ -150,6 +150,10 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if coefficient["value"] is not None:
             error = "" if coefficient["standard_error"] is None else f" ± {coefficient['standard_error']:.2g}"
             yield "learning coefficient", f"{coefficient['value']:.4g}{error} (of {coefficient['of']})"
+    if found.get("temperature", {}).get("value") is not None:
+        heat = found["temperature"]
+        error = "" if heat["standard_error"] is None else f" ± {heat['standard_error']:.1g}"
+        yield "temperature", f"{heat['value']:.3g}{error}, where 1 is that of the target"
     if found.get("effective_draws") is not None:
         yield "effective draws", f"{found['effective_draws']:.0f}, {found['autocorrelation_time']:.1f} draws for each"
     for name, title in (

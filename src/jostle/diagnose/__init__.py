@@ -29,6 +29,7 @@ from jostle.diagnose.measures import (
     runaway,
     some,
     split_r_hat,
+    temperature,
 )
 from jostle.diagnose.sample import PROBED_SERIES, Sample, read_sample, spread
 from jostle.diagnose.verdict import Reason, command, in_python, judge
@@ -56,6 +57,7 @@ __all__ = [
     "runaway",
     "split_r_hat",
     "spread",
+    "temperature",
 ]
 
 
@@ -90,6 +92,7 @@ def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sam
     found["drift"] = drift(alone.healthy_mean_loss)
     found["runaway"] = runaway(sample, config, manifest)
     found["agreement"] = agreement(alone)
+    found["temperature"] = temperature(alone.temperature)
     found["local_learning_coefficient"] = learning_coefficient(
         config, manifest, found["rise"], mean_error(alone.healthy_mean_loss)
     )
@@ -97,12 +100,13 @@ def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sam
 
 
 def _begin(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    scale = manifest["scale"]  # nβ/n, where the loss that drives the chain is the one recorded
     return {
         "failed_chains": manifest["failed_chains"],
         "remarks": list(manifest["remarks"]),
         "chains": config["chains"] - len(manifest["failed_chains"]),
         "draws": config["draws"],
-        "rise_without_gradient": manifest.get("rise_without_gradient"),
+        "sampled_from": round(config["posterior"]["n_beta"] / scale) if scale else None,
     }
 
 
@@ -128,6 +132,14 @@ def diagnose_sums(
         "between_chain_share": share,
         "effective_draws_by_share": (found["chains"] - 1) / share if share > 0 and found["chains"] > 1 else None,
         "local_learning_coefficient": learning_coefficient(config, manifest, rise, None),
+        "temperature": _temperature_of_chains(sums.get("temperature")),
         "unknown": ["r_hat", "ess", "drift", "agreement", "autocorrelation_time", "effective_draws"],
     }
     return found | {"verdict": judge(config, found)}
+
+
+def _temperature_of_chains(means: Tensor | None) -> dict[str, Any]:
+    """The mean of the chains' own, and its error from how they differ."""
+    if means is None or len(means) < 2:
+        return {"value": None, "standard_error": None}
+    return {"value": float(means.mean()), "standard_error": float(means.std() / len(means) ** 0.5)}

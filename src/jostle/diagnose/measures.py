@@ -14,11 +14,11 @@ from jaxtyping import Float
 from jostle.diagnose.sample import PROBED_SERIES, Sample, spread
 from jostle.diagnose.thresholds import (
     FEWEST_EFFECTIVE,
-    HOT,
     R_HAT_UNRELIABLE,
     RISE_DOUBTFUL,
     RUNAWAY_SPREADS,
     SPREAD_GROWTH,
+    TOO_HOT,
 )
 from jostle.estimate import FEWEST_DRAWS, autocorrelation_time, covariance
 
@@ -129,6 +129,14 @@ def mean_error(mean_loss: Float[np.ndarray, "chain draw"]) -> float | None:
     return _plain(array_stats.mcse(mean_loss, chain_axis=0, draw_axis=1, method="mean"))
 
 
+def temperature(readings: Float[np.ndarray, "chain draw"] | None) -> dict[str, Any]:
+    """Of the chains, by `jostle.chains.thermometer`: 1 at the target's, with its Monte Carlo error; None if unknown."""
+    if readings is None or not np.isfinite(readings).all():
+        return {"value": None, "standard_error": None}
+    readings = readings.astype(np.float64)
+    return {"value": float(readings.mean()), "standard_error": mean_error(readings)}
+
+
 def between_chain_share(series: Float[np.ndarray, "chain draw column"]) -> float | None:
     """The share of the variance that lies between chains; about 1/(effective draws of a chain) when they agree."""
     if not series.size:
@@ -184,7 +192,7 @@ def runaway(sample: Sample, config: Mapping[str, Any], manifest: Mapping[str, An
     # Chains that have only begun to leave w* rise as well. They have not gone anywhere yet that the target does not.
     memory, rise = memory_in_steps(config), level - sample.center_loss
     if memory is not None and last_step(config) < memory:
-        hot = 2 * config["posterior"]["n_beta"] * rise > 2 * HOT * manifest["moving_weights"]
+        hot = 2 * config["posterior"]["n_beta"] * rise > 2 * TOO_HOT * manifest["moving_weights"]
         away &= hot | (rise > RISE_DOUBTFUL)
     return {
         "chains": sample.chains[away].tolist(),
@@ -268,21 +276,19 @@ def learning_coefficient(
     It is the trace's for free where the loss that drives the chain is the one recorded, and the training examples
     are the sampling data (or stand for them: then ``of`` says so). Around a minimum that is quadratic it is
     ½·tr(nβH̄(nβH̄ + γ)⁻¹), half the number of directions in which the loss, and not the localization, holds the
-    chain; ``temperature_at_least`` = 2λ̂/d is then at most 1 at the target's temperature. The temperature itself
-    cannot be read from losses: most weights may feel nothing but the localization, and losses do not show those.
+    chain.
 
     Reference: Lau et al., *The Local Learning Coefficient: A Singularity-Aware Complexity Measure*, 2023.
     """
     n_beta, same_data = config["posterior"]["n_beta"], _same_data(manifest)
     if not n_beta or manifest["scale"] is None:
         why = "no loss drives the chain (n_beta = 0)" if not n_beta else "another loss drives the chain"
-        return {"value": None, "standard_error": None, "of": why, "temperature_at_least": None}
+        return {"value": None, "standard_error": None, "of": why}
     value = n_beta * rise
     return {
         "value": value,
         "standard_error": None if error is None else n_beta * error,
         "of": "the sampling data" if same_data else "the training examples, if they stand for the sampling data",
-        "temperature_at_least": 2 * value / manifest["moving_weights"],
     }
 
 

@@ -32,6 +32,8 @@ class Sample:
     """Queries, or the components of the observables where there is no query set."""
     tokens: tuple[Float[np.ndarray, "healthy draw token"], Float[np.ndarray, "healthy draw token"]] | None
     """Single tokens of training sequences and of queries, where losses are per token."""
+    temperature: Float[np.ndarray, "healthy draw"] | None = None
+    """Where it was measured; NaN where a part of the run was not."""
     mirrored: bool = False
     """Whether chains are antithetic pairs, one after another."""
 
@@ -41,7 +43,8 @@ class Sample:
         if not self.mirrored:
             return self
         tokens = None if self.tokens is None else (self.tokens[0][::2], self.tokens[1][::2])
-        parts = {"chains": self.chains[::2], "train": self.train[::2], "other": self.other[::2], "tokens": tokens}
+        parts = {"chains": self.chains[::2], "train": self.train[::2], "other": self.other[::2], "tokens": tokens,
+                 "temperature": None if self.temperature is None else self.temperature[::2]}  # fmt: skip
         return replace(self, mirrored=False, **parts)
 
     @property
@@ -74,6 +77,7 @@ def read_sample(traces: Traces, chains: Int[np.ndarray, " healthy"], *, mirrored
         train=train,
         other=other,
         tokens=None if tokens is None or of_query is None else (tokens, of_query),
+        temperature=np.asarray(traces.trace("temperature")[:])[chains, :, 0] if traces.keeps_temperature else None,
         mirrored=mirrored,
     )
 

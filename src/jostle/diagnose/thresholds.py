@@ -33,12 +33,5 @@ RUNAWAY_SPREADS = 8.0
 SPREAD_GROWTH = 6.0
 """By how much the spread of the mean loss may grow from the middle to the last third of the chains."""
 
-HOT = 1.5
-"""How far above d/2 a learning coefficient may lie: no target that is quadratic around w* gives more than d/2. And how
-far above the free energy without a gradient the rise may lie, above which no target has it at all."""
-
-HOT_BY_CHANCE = 2.0
-"""How far below the true one, in units of 1/nβ, that free energy may have come out, and how far above it the mean of a
-few draws: farther with probability e⁻² at most, whatever the loss. That is a bound for the worst of losses: of exact
-draws from 500 targets (11 shapes of loss, 1 to 1,000 directions, weak to strong), none was above this and above HOT
-times it at once in 200 to 4,000 trials each."""
+HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 4.0
+"""Of the temperature, which is 1 at the target; and how far above 1 it has to lie, in its own standard errors."""

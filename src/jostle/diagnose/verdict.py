@@ -20,12 +20,13 @@ from jostle.diagnose.thresholds import (
     FEWEST_EFFECTIVE,
     HARDLY_RISEN,
     HOT,
-    HOT_BY_CHANCE,
+    HOT_ERRORS,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
     R_HAT_UNRELIABLE,
     RISE_DOUBTFUL,
     RISE_UNRELIABLE,
+    TOO_HOT,
 )
 from jostle.estimate import FEWEST_DRAWS
 from jostle.presets import RISE
@@ -192,21 +193,8 @@ def _unstable(
         else:
             finding = f"chain {_listed(away)} runs away late (mean loss {where})"
         yield Reason("unreliable", "runaway", trail["excess"], finding, smaller, shorter)
-    coefficient = found["local_learning_coefficient"]
-    heat = coefficient["temperature_at_least"]
-    error = coefficient["standard_error"] or 0.0
-    if heat is not None and heat > HOT and (1 - 1 / heat) * coefficient["value"] > 4 * error and not away:
-        yield Reason(
-            "unreliable" if heat > 2 * HOT else "doubtful",
-            "too hot",
-            heat,
-            f"n_beta times the rise of the mean loss is {heat:.3g} times half the number of weights, the most that a "
-            "quadratic loss allows: the step (or the noise of small batches) heats the chain",
-            smaller,
-            shorter,
-        )
-    elif not away:
-        yield from _above_the_free_energy(config, found, smaller, shorter)
+    if not away:
+        yield from _heated(config, found, smaller, shorter)
     rise, center = found["rise"], abs(found["mean_loss_at_center"] or 0.0)
     if rise > max(RISE_DOUBTFUL, center / 2):
         yield Reason(
@@ -219,24 +207,19 @@ def _unstable(
         )
 
 
-def _above_the_free_energy(
+def _heated(
     config: Mapping[str, Any], found: Mapping[str, Any], smaller: str, shorter: Mapping[str, float]
 ) -> Iterator[Reason]:
-    """A mean loss that no target has, by `jostle.chains.without_gradient`."""
-    without, n_beta, rise = found["rise_without_gradient"], config["posterior"]["n_beta"], found["rise"]
-    if without is None:
-        return
-    most, small = max(0.0, without["free_energy"]), config["batch_size"] < without["examples"]
-    # E[exp(nβ·(L̄ − F))] = 1 under the target: by Markov's inequality once more, draws are not farther above F, either.
-    error = found["local_learning_coefficient"]["standard_error"]
-    by_chance = (HOT_BY_CHANCE + (HOT_BY_CHANCE if error is None else min(HOT_BY_CHANCE, 3 * error))) / n_beta
-    if rise > HOT * most and rise > most + by_chance:
+    """Chains that sample a hotter target than theirs, by `jostle.chains.thermometer`."""
+    heat, error = found["temperature"]["value"], found["temperature"]["standard_error"]
+    if heat is not None and error is not None and heat > max(HOT, 1 + HOT_ERRORS * error):
+        small = found["sampled_from"] is None or config["batch_size"] < found["sampled_from"]
         yield Reason(
-            "unreliable" if rise > 2 * HOT * most else "doubtful",
+            "unreliable" if heat > TOO_HOT else "doubtful",
             "too hot",
-            rise / most if most else None,
-            f"the mean loss rises by {rise:.3g} nats, where draws without a gradient allow {most:.3g} at most: the "
-            f"step{' or the noise of small batches' if small else ''} heats the chain",
+            heat,
+            f"the chains are {heat:.3g} ± {error:.1g} times as hot as what they should sample: the "
+            f"step{' or the noise of small batches' if small else ''} heats them",
             f"{smaller}, or raise --batch-size" if small else smaller,
             shorter,
         )

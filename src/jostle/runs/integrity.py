@@ -98,7 +98,8 @@ def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:
             if name == "weights" and not kept_weights:
                 continue
-            attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, complete)
+            whole = complete and name != "temperature"  # which goes unknown where memory is short
+            attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, whole)
         if traces is not None and center is not None and "replay" not in manifest:  # both are being widened
             attempt(_check_names, traces, center)
             for name in traces.sets:

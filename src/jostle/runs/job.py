@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,8 @@ from jostle.chains.execution import Execution, choose, make_ready
 from jostle.chains.observing import Observer
 from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
+from jostle.chains.thermometer import Thermometer, how_many
 from jostle.chains.thinning import PROBED_EXAMPLES, USUAL_THIN, Thinning, choose_thin
-from jostle.chains.without_gradient import rise_without_gradient
 from jostle.config import Config, require_whole
 from jostle.models.in_place import InPlace
 from jostle.ranks import EnoughError, Ranks
@@ -37,10 +36,12 @@ from jostle.runs.layout import (
     require_same_randomness,
     url_of_traces,
 )
+from jostle.runs.manifest import place_of_traces
 from jostle.runs.planning import describe_plan, make_plan
 from jostle.runs.preparing import DataSets, Functions, Prepared, check_ranks, check_sharded, prepare
 from jostle.runs.replaying import replay_queries, try_replay
 from jostle.runs.rounds import Rounds
+from jostle.traces.store import Traces
 from jostle.traces.stores import check_url
 
 log = logging.getLogger("jostle")
@@ -271,7 +272,6 @@ class Job:
             "scale": None if functions.potential_loss else scale,
             "execution": self._execution.to_dict(),
             "thinning": thinning and dataclasses.asdict(thinning),
-            "rise_without_gradient": self._rise_without_gradient(interrupted) if self._ranks.leads else None,
             **({} if kept.traces is None else {"traces": check_url(kept.traces)}),
         }
         if self._ranks.leads:
@@ -296,24 +296,6 @@ class Job:
         at_once = self._execution.chains_at_once
         with telling(self._shown) as tell:
             return choose_thin(self._dynamics, probes, at_once=at_once, interrupted=interrupted, tell=tell)
-
-    def _rise_without_gradient(self, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
-        """How far the mean loss may rise at most; None where another drives the chain, or the model is spread out."""
-        others = self._functions.potential_loss is not None or self._data.drawn_from_others
-        if others or self._in_place.crew.count > 1:
-            return None
-        config, observer = self._config, self._prepared.observers["train"]
-        with telling(self._shown) as tell, contextlib.suppress(torch.OutOfMemoryError):  # it takes a chain's weights
-            return rise_without_gradient(
-                self._in_place,
-                observer,
-                config.posterior,
-                draws=config.chains * config.draws,
-                seed=config.seed,
-                interrupted=interrupted,
-                tell=tell,
-            )
-        return None
 
     def _go_on(self, manifest: dict[str, Any]) -> None:
         if "query" in self._changes(manifest) and self._ranks.first_crew:
@@ -347,8 +329,24 @@ class Job:
         if manifest["status"] != ADDING_QUERIES:
             observers = self._prepared.observers
             own = ranks.chains(self._config.chains, pace.at_once)
+            self._dynamics.thermometer = self._thermometer(manifest)
             with progress_bar(shown, len(own) * self._config.steps[-1], observers) as report:
                 Rounds(self._directory, manifest, ranks, self._dynamics, observers, pace).sample(report)
+
+    def _thermometer(self, manifest: Mapping[str, Any]) -> Thermometer | None:
+        """One for the chains of this run; None where it keeps no temperatures."""
+        config = self._config
+        if config.keep == "traces" and not Traces(place_of_traces(self._directory, manifest)).keeps_temperature:
+            return None  # it was begun shorter, or by a version without
+        with telling(self._shown) as tell:
+            tell("looking for the directions in which chains would be heated")
+            try:
+                return self._prepared.alone.new_thermometer(how_many(config))
+            except torch.OutOfMemoryError:
+                if self._in_place.crew.count > 1:  # the others would wait for this one
+                    raise
+                log.warning("no memory is left to measure the temperature of the chains, which goes unknown")
+        return None
 
     def finish(self, prepared_in: float) -> None:
         """Say that the run is complete."""

@@ -29,6 +29,7 @@ from jostle.chains import randomness
 from jostle.chains.execution import Execution
 from jostle.chains.observing import Observer
 from jostle.chains.stopping import next_round
+from jostle.chains.thermometer import how_many
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.errors import InputError, StorageError
@@ -445,6 +446,7 @@ def create_run(
                 sets={name: observer.columns for name, observer in observers.items()},
                 observables={name: len(at_center[f"observable {name}"]) for name in config.observables},
                 weights=weights,
+                temperature=how_many(config) > 0,
                 overwrite=overwrite,
             )
             for name, observer in observers.items():

@@ -12,9 +12,9 @@ run's directory, it may have any other name:
 ===================  ====================================================================================
 
 and a subgroup ``observables`` with one (chain, draw, component) array for each φ. Where they are kept, ``weights``
-(chain, draw, weight) are the moving weights of every draw. Dimensions are named, so
-``xarray.open_zarr(path, group="train")`` opens it as it is. Chunks carry a checksum; a draw that was not recorded
-is NaN.
+(chain, draw, weight) are the moving weights of every draw; and ``temperature`` (chain, draw, 1), where it was measured.
+Dimensions are named, so ``xarray.open_zarr(path, group="train")`` opens it as it is. Chunks carry a checksum; a draw
+that was not recorded is NaN.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Traces:
         sets: the observed sets.
         observables: the names of the other observables.
         keeps_weights: whether the weights of every draw are there.
+        keeps_temperature: whether the temperature at every draw is.
     """
 
     def __init__(self, place: Place, *, writable: bool = False) -> None:
@@ -109,6 +110,7 @@ class Traces:
             self._root = zarr.open_group(place, mode="r+" if writable else "r", zarr_format=3, **options(place))
             self.sets = tuple(name for name in ("train", "query") if name in self._root)
             self.keeps_weights = "weights" in self._root
+            self.keeps_temperature = "temperature" in self._root
             self.observables: tuple[str, ...] = ()
             if "observables" in self._root:
                 self.observables = tuple(sorted(cast(zarr.Group, self._root["observables"]).array_keys()))
@@ -136,11 +138,13 @@ class Traces:
         sets: Mapping[str, Columns],
         observables: Mapping[str, int],
         weights: tuple[int, np.dtype] | None = None,
+        temperature: bool = False,
         overwrite: bool = False,
     ) -> Traces:
         """Lay out an empty store: draw t of every chain will be observed at ``steps[t]``.
 
-        ``weights`` says how many weights of every draw are kept, and in which precision.
+        ``weights`` says how many weights of every draw are kept, and in which precision; ``temperature``, whether its
+        temperature is.
         """
         with reaching(place):
             about = {"format": FORMAT}
@@ -171,6 +175,8 @@ class Traces:
                     _create_trace(group, name, (chains, len(steps), size), dtype, name, [])
             if weights is not None:
                 _create_trace(root, "weights", (chains, len(steps), weights[0]), weights[1], "weight", [])
+            if temperature:
+                _create_trace(root, "temperature", (chains, len(steps), 1), dtype, "temperature", [])
         return cls(place, writable=True)
 
     def columns(self, name: str) -> Columns:
@@ -183,9 +189,9 @@ class Traces:
 
     @property
     def arrays(self) -> list[str]:
-        """Where the traces are, (chain, draw, column) each: losses of every set, every observable, and weights."""
+        """Where the traces are, (chain, draw, column) each: losses of every set, every observable, and the rest."""
         traces = [f"{name}/losses" for name in self.sets] + [f"observables/{name}" for name in self.observables]
-        return traces + ["weights"] * self.keeps_weights
+        return traces + ["weights"] * self.keeps_weights + ["temperature"] * self.keeps_temperature
 
     def losses(self, name: str) -> Trace:
         """Return the losses of a set, (chain, draw, column); read it by slicing."""
@@ -229,7 +235,7 @@ class Traces:
         values: Float[np.ndarray, "chain draw column"],
         first_column: int = 0,
     ) -> None:
-        """Store consecutive draws of some chains; ``name`` is a set, ``observables/NAME`` or ``weights``."""
+        """Store consecutive draws of some chains; ``name`` is a set or, of the other `arrays`, the path."""
         draws = slice(first_draw, first_draw + values.shape[1])
         with reaching(self.place):
             self.require_there()

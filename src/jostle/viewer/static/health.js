@@ -137,6 +137,8 @@ function numbers({ diagnostics: found, kappa }) {
   if (found.drift?.standard_errors) row("Drift of the mean loss", `${compact(found.drift.change)} nats`, `${found.drift.standard_errors.toFixed(1)} standard errors`);
   const coefficient = found.local_learning_coefficient;
   if (coefficient?.value) row("Local learning coefficient", compact(coefficient.value), coefficient.standard_error ? `± ${compact(coefficient.standard_error)}` : "");
+  const heat = found.temperature;
+  if (heat?.value) row("Temperature", compact(heat.value), `${heat.standard_error ? `± ${compact(heat.standard_error)}; ` : ""}1 is that of the target`);
   if (found.kappa_support) {
     const each = Object.entries(found.kappa_support).map(([kappa, support]) => `${kappa}: ${support.toFixed(2)}`).join(", ");
     row("Supported κ", compact(found.kappa), `support of ${each}; --kappa auto reads there, and this page ${kappa ? `at ${compact(kappa)}` : "as it was sampled"}`);

@@ -1,0 +1,114 @@
+"""How hot the chains are, by the gradients that they take anyway.
+
+Under the target p(w) ∝ exp(−U(w)), whatever the loss, integrating by parts gives for any fixed direction v
+
+    E[(v·(w − w*))·(v·∇U(w))] = ‖v‖²,
+
+and a minibatch's gradient will do, since its noise knows nothing of w. A chain that a long step or the noise of small
+batches heats has more than that. In most directions nothing but the localization holds the weights, and nothing heats
+them; so v are gradients at draws of that localization alone, which lean towards the directions of large curvature and
+of much gradient noise, orthogonal to each other. The temperature is the mean over them, and 1 at the target.
+
+Reference: the configurational temperature, with the vector field w − w*; Rugh, *Dynamical approach to temperature*,
+1997, and Butler et al., *Configurational temperature: verification of Monte Carlo simulations*, 1998.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from jostle.config import Config
+from jostle.posterior import Posterior
+from jostle.ranks import Crew
+
+DIRECTIONS, STEPS_FOR_ONE = 8, 25
+"""More would lean less and less towards where chains are heated; and each takes a gradient when the run begins."""
+
+MOST_NUMBERS = 1 << 30
+"""In all directions together, in bfloat16: large models have fewer of them, and the largest of their first weights."""
+
+BLOCK = 1 << 24
+"""So many weights are looked at at once: neither directions nor weights are copied as a whole."""
+
+
+class Thermometer:
+    """Directions, and the temperature of weights along them.
+
+    Args:
+        directions: orthogonal, or nearly so: each gives ‖v‖² by itself.
+        center: w*.
+        posterior: what the chains sample.
+        crew: the processes that hold the weights.
+    """
+
+    def __init__(
+        self,
+        directions: Float[Tensor, "direction some_weight"],
+        center: Float[Tensor, " weight"],
+        posterior: Posterior,
+        crew: Crew,
+    ) -> None:
+        self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
+        sizes = [directions[:, part].double().square().sum() for part in _blocks(directions.shape[1])]
+        self._squares = crew.sum(torch.stack(sizes).sum())
+
+    def read(
+        self, weights: Float[Tensor, "chain weight"], mean_loss_gradient: Float[Tensor, "chain weight"]
+    ) -> Float[Tensor, "chain 1"]:
+        """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
+        both = weights.new_zeros(2, len(weights), len(self.directions))
+        for part in _blocks(self.directions.shape[1]):
+            directions = self.directions[:, part].to(weights.dtype)
+            potential = self._posterior.potential(self._center[part].to(weights.dtype))
+            gradient = potential.gradient(weights[:, part], mean_loss_gradient[:, part].to(weights.dtype))
+            both[0] += (weights[:, part] - potential.center) @ directions.T
+            both[1] += gradient @ directions.T
+        moved, felt = self._crew.sum(both)
+        return (moved * felt).sum(1, keepdim=True) / self._squares.to(weights.dtype)
+
+
+def how_many(config: Config) -> int:
+    """In how many directions a run of this config is worth measuring; 0 where it is too short, or has no gradient."""
+    return min(DIRECTIONS, config.chains * config.steps[-1] // STEPS_FOR_ONE) if config.posterior.n_beta else 0
+
+
+def directions_of(
+    gradient: Callable[[int], Float[Tensor, " weight"]], most: int, weights: int, crew: Crew
+) -> Float[Tensor, "direction some_weight"] | None:
+    """Return orthogonal directions that span the gradients of draws number 0, 1, ...; None where there is none.
+
+    Args:
+        gradient: at a draw of this number; what it returns is written over.
+        most: so many of them.
+        weights: how many there are of these.
+        crew: the processes that hold them.
+    """
+    some, found = min(weights, MOST_NUMBERS), None
+    count = max(1, min(most, weights, MOST_NUMBERS // weights))
+    for number in range(count):
+        new = gradient(number)[:some]
+        if found is None:
+            found = torch.zeros(count, len(new), dtype=torch.bfloat16, device=new.device)
+        if number:
+            overlap = _sum(crew, (found[:number, part].float() @ new[part].float() for part in _blocks(len(new))))
+            for part in _blocks(len(new)):
+                new[part] -= (overlap @ found[:number, part].float()).to(new.dtype)
+        size = math.sqrt(_sum(crew, (new[part].double().square().sum() for part in _blocks(len(new)))))
+        if not 0 < size < math.inf:
+            return None if number == 0 else found[:number]
+        for part in _blocks(len(new)):
+            found[number, part] = new[part] / size
+    return found
+
+
+def _sum(crew: Crew, parts: Iterator[Tensor]) -> Tensor:
+    return crew.sum(torch.stack(list(parts)).sum(0))
+
+
+def _blocks(total: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, total)) for start in range(0, max(1, total), BLOCK))

@@ -1,0 +1,176 @@
+"""The temperature of the chains against linear regressions, where the covariance of every chain is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jostle
+from jostle.chains import thermometer
+from reference import LinearGaussian
+
+LOSS = jostle.losses.regression(noise_variance=0.25)
+
+FLAT = LinearGaussian.random(samples=20, weights=200, n_beta=0.6, localization=8)
+"""Of 200 weights the losses see 20."""
+
+LARGEST = float(np.linalg.eigvalsh(FLAT.precision)[-1])
+
+
+def sample_run(
+    problem: LinearGaussian, step_size: float, *, sampler: Any = None, prior_precision: float = 0.0, **changes: Any
+) -> jostle.Run:
+    X, y = problem.data
+    settings: dict[str, Any] = {"chains": 4, "draws": 100, "burn_in": 100, "thin": 10, "batch_size": 10**6}
+    posterior = jostle.Posterior(
+        n_beta=problem.n_beta, localization=problem.localization, prior_precision=prior_precision
+    )
+    return jostle.attribute(
+        problem.model(), (X, y), (X[:6], y[:6]), loss=LOSS, progress=False, posterior=posterior,
+        sampler=sampler or jostle.SGLD(step_size=step_size), **(settings | changes),
+    )  # fmt: skip
+
+
+def too_hot(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [reason for reason in found["verdict"]["reasons"] if reason["kind"] == "too hot"]
+
+
+def readings(run: jostle.Run) -> np.ndarray:
+    return np.asarray(run.traces.trace("temperature")[:])[:, :, 0]
+
+
+# What is measured
+
+
+SMALL = LinearGaussian.random(samples=24, weights=6, n_beta=24, localization=8, off_minimum=0.2)
+STEEPEST = float(np.linalg.eigvalsh(SMALL.precision)[-1])
+
+
+@pytest.mark.parametrize(("step", "batch_size"), [(0.2, 24), (2.5, 24), (1.0, 4)])
+def test_temperature_is_that_of_the_chains_own_covariance(step: float, batch_size: int) -> None:
+    """With as many directions as weights it is tr(ΣA)/d, for the stationary covariance Σ of SGLD at a finite step."""
+    step_size = step / STEEPEST
+    covariance = SMALL.minibatch_covariance(step_size, batch_size)
+    expected = np.trace(covariance @ SMALL.precision) / 6
+    run = sample_run(SMALL, step_size, chains=8, draws=400, thin=5, batch_size=batch_size)
+    found = run.diagnostics(support=False)["temperature"]
+    assert found["standard_error"] < 0.05 * expected
+    assert abs(found["value"] - expected) < 4 * found["standard_error"] + 0.01 * expected
+    assert (expected > 1.2) == (step > 0.5)
+
+
+@pytest.mark.parametrize("prior_precision", [0.0, 5.0])
+def test_chains_without_an_error_of_the_step_have_the_targets_temperature(prior_precision: float) -> None:
+    """w* is no minimum of the losses, and a prior pulls elsewhere: neither matters."""
+    for sampler in (jostle.BAOAB(step_size=2 / STEEPEST), jostle.LeimkuhlerMatthews(step_size=2 / STEEPEST)):
+        run = sample_run(SMALL, 0, sampler=sampler, prior_precision=prior_precision, chains=8, draws=300)
+        found = run.diagnostics(support=False)["temperature"]
+        assert abs(found["value"] - 1) < 4 * found["standard_error"] < 0.15
+
+
+def test_directions_lean_towards_what_the_losses_see() -> None:
+    """20 of 200 directions are held by the losses; those of the thermometer are mostly of them, and orthogonal."""
+    run = sample_run(FLAT, 0.4 / LARGEST)
+    assert np.isfinite(readings(run)).all()
+    gradients = FLAT.mean_hessian @ np.random.default_rng(0).standard_normal((200, 8))
+    directions = thermometer.directions_of(
+        lambda number: thermometer.torch.tensor(gradients[:, number]).float(), 8, 200, jostle.ranks.Crew()
+    )
+    assert directions is not None
+    found = directions.double().numpy()
+    np.testing.assert_allclose(found @ found.T, np.eye(8), atol=0.02)
+    seen = np.linalg.svd(FLAT.X, full_matrices=False)[2]
+    np.testing.assert_allclose(((found @ seen.T) ** 2).sum(1), 1, atol=0.02)
+
+
+def test_large_models_have_fewer_directions_of_fewer_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, value = 3.95 / LARGEST, {}
+    for most in (1 << 30, 500, 150):
+        monkeypatch.setattr(thermometer, "MOST_NUMBERS", most)
+        monkeypatch.setattr(thermometer, "BLOCK", 64)
+        found = sample_run(FLAT, step, thin=20).diagnostics(support=False)["temperature"]
+        value[most] = found["value"]
+    assert value[500] > 1.5
+    assert 1.1 < value[150] < value[1 << 30]  # what is hot is partly elsewhere
+    healthy = sample_run(FLAT, 0.2 / LARGEST, thin=20).diagnostics(support=False)["temperature"]
+    assert abs(healthy["value"] - 1) < 4 * healthy["standard_error"] + 0.1
+
+
+# What it does to a run: nothing
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_no_number_of_the_chains_changes(at_once: int, tmp_path: Path) -> None:
+    """A run of less than 25 steps has no thermometer, and is the beginning of one that has."""
+    settings: dict[str, Any] = {"burn_in": 0, "thin": 2, "batch_size": 5, "chains_at_once": at_once}
+    plain = sample_run(FLAT, 0.4 / LARGEST, draws=4, out=tmp_path / "plain", **settings)
+    run = sample_run(FLAT, 0.4 / LARGEST, draws=40, out=tmp_path / "run", **settings)
+    assert (plain.traces.keeps_temperature, run.traces.keeps_temperature) == (False, True)
+    assert plain.diagnostics()["temperature"] == {"value": None, "standard_error": None}
+    for name in ("train", "query"):
+        np.testing.assert_array_equal(plain.traces.losses(name)[:], run.traces.losses(name)[:, :4])
+    before = readings(run)
+    extended = sample_run(FLAT, 0.4 / LARGEST, draws=60, out=tmp_path / "run", **settings)
+    np.testing.assert_array_equal(readings(extended)[:, :40], before)
+    assert np.isfinite(readings(extended)).all()
+    # One that was begun without goes on without.
+    later = sample_run(FLAT, 0.4 / LARGEST, draws=60, out=tmp_path / "plain", **settings)
+    assert not later.traces.keeps_temperature
+    np.testing.assert_array_equal(later.traces.losses("train")[:], extended.traces.losses("train")[:])
+
+
+def test_without_a_gradient_there_is_no_temperature() -> None:
+    X, y = FLAT.data
+    control = jostle.attribute(FLAT.model(), (X, y), (X, y), loss=LOSS, sampler=jostle.Gaussian(), progress=False)
+    assert not control.traces.keeps_temperature
+    assert control.diagnostics()["temperature"]["value"] is None
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("keep", ["traces", "covariance"])
+def test_a_step_that_heats_few_of_many_directions_is_noticed(keep: Any) -> None:
+    """3.95 of 4 to the limit."""
+    step = 3.95 / LARGEST
+    for seed in range(3):
+        found = sample_run(FLAT, step, seed=seed, keep=keep, thin=20).diagnostics()
+        (reason,) = too_hot(found)
+        assert found["temperature"]["value"] > 1.5
+        assert (reason["level"], found["verdict"]["level"]) == ("unreliable", "unreliable")
+        assert reason["settings"] == {"step_size": pytest.approx(step / 4, rel=0.1)}
+        assert "small batches" not in reason["finding"]  # they are whole
+        assert reason["number"] == found["temperature"]["value"]
+
+
+def test_small_batches_that_heat_are_noticed() -> None:
+    problem = LinearGaussian.random(samples=200, weights=12, n_beta=200, localization=8, off_minimum=0.1)
+    step = 0.5 / float(np.linalg.eigvalsh(problem.precision)[-1])
+    whole = sample_run(problem, step, thin=20, batch_size=200).diagnostics()
+    assert not too_hot(whole)
+    (reason,) = too_hot(sample_run(problem, step, thin=20, batch_size=2).diagnostics())
+    assert "small batches" in reason["finding"]
+    assert "--batch-size" in reason["advice"]
+
+
+def test_healthy_chains_are_never_too_hot() -> None:
+    """Weak losses and strong ones, w* at the minimum and off it, few directions and many: SGLD at steps a tenth too wide
+    along the steepest, and rules without that error."""
+    for n_beta, localization, off_minimum, weights in (
+        (0.6, 8, 0.0, 200), (20, 8, 0.0, 200), (20, 8, 0.2, 200), (2, 300, 0.0, 40), (200, 300, 0.1, 40), (12, 8, 0.0, 4),
+    ):  # fmt: skip
+        problem = LinearGaussian.random(
+            samples=20, weights=weights, n_beta=n_beta, localization=localization, off_minimum=off_minimum
+        )
+        steepest = float(np.linalg.eigvalsh(problem.precision)[-1])
+        for sampler in (
+            jostle.SGLD(step_size=0.4 / steepest),
+            jostle.BAOAB(step_size=1 / steepest),
+            jostle.LeimkuhlerMatthews(step_size=1 / steepest),
+        ):
+            found = sample_run(problem, 0, sampler=sampler, seed=weights, thin=5).diagnostics(support=False)
+            assert 0.5 < found["temperature"]["value"] < 1.3
+            assert not too_hot(found), (n_beta, localization, sampler, found["verdict"]["summary"])
