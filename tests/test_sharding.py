@@ -149,6 +149,10 @@ def assert_same(out: Path, reference: jostle.Run) -> None:
     for name, values in expected.items():
         np.testing.assert_allclose(got[name], values, rtol=2e-5, atol=2e-6)
     assert expected["train"].std(1).min() > 1e-4  # ten times what two runs may differ by
+    if reference.traces.keeps_temperature:  # along directions in bfloat16
+        heats = [np.asarray(run.traces.trace("temperature")[:]) for run in (jostle.load(out), reference)]
+        np.testing.assert_allclose(*heats, rtol=0.01, atol=1e-3)
+        assert np.abs(heats[1]).max() > 0.05
     assert examine(out) == []
 
 
