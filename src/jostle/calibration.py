@@ -92,6 +92,9 @@ PILOT_CHAINS, PILOT_DRAWS = 2, 20
 PILOT_FAULTS = ("failed chain", "runaway", "too hot")
 """What a pilot is rejected for, of all that diagnostics say of a run: what a smaller step mends."""
 
+PILOT_MARGIN = 0.8
+"""A pilot may rise by this share of what its run may, whose verdict is not to come out otherwise by chance."""
+
 MOST_TIMES_THE_STEPS = 16
 """Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
 
@@ -195,9 +198,7 @@ def _finite(value: float) -> float:
     return float(value) if math.isfinite(value) else 1e300
 
 
-def longest_step(
-    sampler: Sampler, curvature: float, pull: float, preconditioner: float = 1.0
-) -> tuple[float, float]:
+def longest_step(sampler: Sampler, curvature: float, pull: float, preconditioner: float = 1.0) -> tuple[float, float]:
     """The step to take under a rule, and the limit of its stability, where nβλmax = ``curvature`` and γ + λ = ``pull``.
 
     Limits are those of docs/samplers.md. Rules whose variance grows with the step stop where it is a tenth too wide
@@ -232,6 +233,41 @@ def memory(sampler: Sampler, pull: float, preconditioner: float = 1.0) -> float:
     return max(1.0, 2 / (step * pull))
 
 
+def rule_for(
+    sampler: Sampler,
+    *,
+    rise: float | None = None,
+    kappa: float | None = None,
+    localization: float | None = None,
+    n_beta: float | None = None,
+) -> Sampler:
+    """The rule that is asked for, `Gaussian` where no gradient is; refuses what nothing would heed."""
+    control = isinstance(sampler, Gaussian) or kappa == 0 or n_beta == 0
+    if control and kappa:
+        raise InputError(
+            "kappa",
+            got=f"{kappa:g} for draws without a gradient, which have none",
+            expected="it when they are read",
+            fix=f"leave it out here, and then: jostle top OUT --kappa {kappa:g}",
+        )
+    for name, value, other, given in (("rise", rise, "localization", localization), ("kappa", kappa, "n_beta", n_beta)):
+        if value is not None and given is not None:
+            raise InputError(
+                name,
+                got=f"{value:g} beside {other} {given:g}, which follows from it",
+                expected="one of both",
+                fix=f"leave {other} out to have it chosen, or {name} to keep {other}",
+            )
+    if control and n_beta:
+        raise InputError(
+            "n_beta",
+            got=f"{n_beta:g} for draws without a gradient",
+            expected="none: it is 0 there",
+            fix="leave it out, or ask for another sampler",
+        )
+    return Gaussian() if control else sampler
+
+
 def calibrate(
     model: nn.Module,
     train: Any,
@@ -242,8 +278,8 @@ def calibrate(
     potential_loss: Loss | None = None,
     weights: WeightSelection = "all",
     sampler: Sampler | None = None,
-    rise: float = RISE,
-    kappa: float = KAPPA,
+    rise: float | None = None,
+    kappa: float | None = None,
     localization: float | None = None,
     n_beta: float | None = None,
     step_size: float | None = None,
@@ -266,16 +302,17 @@ def calibrate(
         model: the trained model, at w*.
         train: as for `jostle.attribute`, as are ``query``, ``sampling_data``, ``loss``, ``potential_loss``,
             ``collate``, ``precision``, ``control_variates`` and ``batch_size``.
-        query: what the pilot observes besides.
+        query: nothing is measured on it: a calibration takes the data of the run that it is for.
         sampling_data: what rise and curvature are measured on, and minibatches drawn from. Default: ``train``.
         loss: what is recorded.
         potential_loss: what drives the chain, where it differs.
         weights: which weights move (see `jostle.Posterior`).
         sampler: the rule; its step size is replaced. Default: `jostle.BAOAB`.
-        rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*.
-        kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient.
-        localization: γ, where it is given; then no rise is aimed at.
-        n_beta: nβ, where it is given; then κ follows.
+        rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*. Default: 0.3.
+        kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient. Default:
+            10.
+        localization: γ, in the place of a rise.
+        n_beta: nβ, in the place of a κ.
         step_size: ε, where it is given; the pilot may still halve it.
         batch_size: m, the size of a minibatch.
         control_variates: whether chains are to use them.
@@ -290,16 +327,18 @@ def calibrate(
     Raises:
         InputError: something passed cannot be used, or no setting was found that is stable.
     """
-    require_positive("rise", rise)
-    if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
-        raise InputError("kappa", got=repr(kappa), expected="a finite number that is not negative")
-    if localization is not None:
-        require_positive("localization", localization)
+    for name, value in (("rise", rise), ("localization", localization)):
+        if value is not None:
+            require_positive(name, value)
+    for name, value in (("kappa", kappa), ("n_beta", n_beta)):
+        if value is not None and not (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf):
+            raise InputError(name, got=repr(value), expected="a finite number that is not negative")
     require_whole("batch_size", batch_size, at_least=1)
     loss = loss or classification_loss()
-    sampler = sampler or BAOAB(step_size=1.0)
-    if kappa == 0 or n_beta == 0:
-        sampler = Gaussian()
+    sampler = rule_for(
+        sampler or BAOAB(step_size=1.0), rise=rise, kappa=kappa, localization=localization, n_beta=n_beta
+    )
+    rise, kappa = (RISE if rise is None else rise), (KAPPA if kappa is None else kappa)
     chosen: list[Choice] = []
 
     def note(name: str, value: float | str, reason: str) -> None:
@@ -378,17 +417,18 @@ def calibrate(
         sampler = _with_step(sampler, step)
     tried, halvings = None, 0
     if pilot and not isinstance(sampler, Gaussian):  # whose draws are those that the rise was measured with
-        most = free_energy(np.nan_to_num(rises, nan=math.inf, posinf=math.inf).ravel(), n_beta)
+        free = free_energy(np.where(np.isnan(rises), math.inf, rises).ravel(), n_beta)
 
         def tried_out(sampler: Sampler) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
                 return _pilot(
                     model, source, loss=potential_loss or loss, collate=collate, posterior=posterior, sampler=sampler,
-                    lengths=_lengths(sampler, localization, preconditioner), most=most, batch_size=batch_size,
-                    seed=seed, control_variates=control_variates, precision=precision, progress=progress,
+                    lengths=_lengths(sampler, localization, preconditioner), most=PILOT_MARGIN * free,
+                    batch_size=batch_size, seed=seed, control_variates=control_variates, precision=precision,
+                    progress=progress,
                 )  # fmt: skip
 
-            about = {"n_beta": n_beta, "localization": localization, "most": most}
+            about = {"n_beta": n_beta, "localization": localization, "free energy": free}
             return probe.measured(f"pilot of {sampler}, {about}, {control_variates=}, {precision=}", measure)
 
         while True:
@@ -405,7 +445,7 @@ def calibrate(
                     "step_size",
                     got=f"a pilot that fails at {2 * step:.3g} still: {tried['fault']}",
                     expected=f"chains that stay, without {times:.0f} times the steps between draws",
-                    fix="raise --batch-size, or lower --kappa or --rise",
+                    fix="raise --batch-size, or lower --kappa",
                 )
     if not isinstance(sampler, Gaussian):
         stable = "stable at any length" if limit == math.inf else f"stable below {limit:.3g}"
