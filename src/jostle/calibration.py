@@ -423,9 +423,9 @@ def calibrate(
             def measure() -> dict[str, Any]:
                 return _pilot(
                     model, source, loss=potential_loss or loss, collate=collate, posterior=posterior, sampler=sampler,
-                    lengths=_lengths(sampler, localization, preconditioner), most=PILOT_MARGIN * free,
-                    batch_size=batch_size, seed=seed, control_variates=control_variates, precision=precision,
-                    progress=progress,
+                    lengths=_lengths(sampler, localization, preconditioner), brief=not halvings,
+                    most=PILOT_MARGIN * free, batch_size=batch_size, seed=seed, control_variates=control_variates,
+                    precision=precision, progress=progress,
                 )  # fmt: skip
 
             about = {"n_beta": n_beta, "localization": localization, "free energy": free}
@@ -493,16 +493,25 @@ def _lengths(sampler: Sampler, pull: float, preconditioner: float) -> tuple[int,
 
 
 def _pilot(
-    model: nn.Module, data: Any, *, collate: Collate | None, lengths: tuple[int, int], most: float, **settings: Any
+    model: nn.Module,
+    data: Any,
+    *,
+    collate: Collate | None,
+    lengths: tuple[int, int],
+    brief: bool,
+    most: float,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do.
 
     What is observed are the examples that the rise was measured on: ``most``, the free energy of their mean loss
-    without a gradient, is as far as it may rise with one.
+    without a gradient, is as far as it may rise with one. Where a step was rejected already it takes its time.
     """
     whole = Data(data, "sampling_data", collate=collate, device=next(model.parameters()).device)
     probed = [whole.sample(index) for index in whole.spread(PROBED_EXAMPLES)]
     burn_in, thin = lengths
+    if brief:  # what is not stable shows before the chain has forgotten anything often; what is hot, not so soon
+        thin = math.ceil(thin / 4)
     started = time.perf_counter()
     fault, rise = None, None
     with warnings.catch_warnings(), ranks.alone(), part_of_more():
@@ -510,8 +519,7 @@ def _pilot(
         try:
             run = attribute(
                 model, probed, probed[:1], sampling_data=data, chains=PILOT_CHAINS, draws=PILOT_DRAWS, burn_in=burn_in,
-                # What is not stable shows before the chain has forgotten anything often.
-                thin=math.ceil(thin / 4), collate=collate, compile=False, **settings,
+                thin=thin, collate=collate, compile=False, **settings,
             )  # fmt: skip
         except ChainsFailedError:
             fault = "every chain left the finite numbers"
