@@ -317,7 +317,7 @@ def test_rmsprop_is_calibrated_by_the_gradients_that_it_meets(rule: jostle.RMSpr
     )  # fmt: skip
     found = run.diagnostics(support=False)
     assert found["effective_draws"] > 200
-    assert kinds(found) == set()
+    assert kinds(found) <= {"scores disagree"}  # those of random inputs hardly differ
 
 
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
