@@ -79,12 +79,25 @@ def test_the_chosen_localization_gives_the_chosen_rise() -> None:
     problem = linear(off_minimum=0.3)
     probe = probe_of(problem.model(), problem.data, REGRESSION)
     localization, rises = localization_for(probe, 0.2)
-    assert rises.mean() == pytest.approx(0.2, rel=0.03)
+    assert rises.mean() == pytest.approx(0.2, rel=0.05)
     expected = np.trace(problem.mean_hessian) / (2 * localization)
-    assert abs(expected - 0.2) < 4 * standard_error(rises) + 0.006
+    assert abs(expected - 0.2) < 4 * standard_error(rises) + 0.01
     many = measured_rises(probe, localization, seed=5, count=500)
     assert abs(many.mean() - expected) < 4 * standard_error(many)
     assert standard_error(many) < 0.05 * expected
+
+
+def test_the_error_of_the_rise_is_as_large_as_it_says() -> None:
+    """Over many seeds the rise is off by its standard error, root mean square; that of four pairs was twice too small."""
+    problem = linear(samples=20)
+    probe = probe_of(problem.model(), problem.data, REGRESSION)
+    found = [localization_for(probe, 0.2, seed=seed) for seed in range(150)]
+    truth = np.array([np.trace(problem.mean_hessian) / (2 * localization) for localization, _ in found])
+    errors = np.array([standard_error(rises) for _, rises in found])
+    z = (np.array([rises.mean() for _, rises in found]) - truth) / errors
+    assert 0.8 < np.sqrt(np.mean(z**2)) < 1.25
+    assert np.mean(np.abs(z) > 2) < 0.12
+    assert np.median(errors) < 0.18 * 0.2
 
 
 @pytest.mark.parametrize("order", [1, 2, 3.95, 8])
@@ -98,10 +111,10 @@ def test_the_chosen_rise_is_found_whatever_the_order_of_the_loss(order: float, m
         probing, "measured_rises", lambda *given, **named: trials.append(given) or measure(*given, **named)
     )
     localization, rises = localization_for(probe, 0.2)
-    assert rises.mean() == pytest.approx(0.2, rel=0.03)
+    assert rises.mean() == pytest.approx(0.2, rel=0.05)
     # E|ξ|ᵏ = 2^(k/2)·Γ((k + 1)/2)/√π
     moment = 2 ** (order / 2) * math.gamma((order + 1) / 2) / math.sqrt(math.pi)
-    assert 200 * moment * localization ** (-order / 2) == pytest.approx(0.2, abs=4 * standard_error(rises) + 0.006)
+    assert 200 * moment * localization ** (-order / 2) == pytest.approx(0.2, abs=4 * standard_error(rises) + 0.01)
     assert len(trials) < 15
 
 
@@ -135,7 +148,8 @@ def step(sampler: Any, w: Tensor, statistics: Any, noise: Tensor, curvature: flo
 def test_the_limit_of_stability_is_where_chains_begin_to_grow(name: str) -> None:
     """Without noise, a direction of curvature nβλ dies out just below the limit, and grows just above it."""
     curvature, pull = 70.0, 10.0
-    _, limit = longest_step(RULES[name], curvature, pull)
+    preconditioner = 1 / RULES[name].stabilizer if name == "rmsprop" else 1.0
+    _, limit = longest_step(RULES[name], curvature, pull, preconditioner)
     for share, grows in ((0.98, False), (1.02, True)):
         sampler = type(RULES[name])(step_size=share * limit)
         w = torch.full((1, 1), 1e-8, dtype=torch.float64)  # so small that RMSprop's preconditioner is 1/e
@@ -237,6 +251,75 @@ def test_a_divergent_step_is_halved_until_it_is_stable() -> None:
     assert f"halved {halvings} times" in reason
 
 
+def kinds(found: dict[str, Any]) -> set[str]:
+    return {reason["kind"] for reason in found["verdict"]["reasons"]}
+
+
+def small_classifier() -> dict[str, Any]:
+    there: dict[str, Any] = {}
+    exec(TASK, there)
+    return there["build"]()
+
+
+def test_a_step_that_small_batches_make_hot_is_halved_until_it_is_not() -> None:
+    """By the free energy without a gradient, with which the run itself is judged."""
+    task, said = small_classifier(), []
+    model, train, query, loss = (task[name] for name in ("model", "train", "query", "loss"))
+    chosen = calibrate(
+        model, train, loss=loss, localization=100.0, batch_size=4, say=said.append, progress=False, seed=1
+    )  # fmt: skip
+    rejected = [line for line in said if "is rejected" in line]
+    assert len(rejected) >= 2
+    assert all("heats the chain" in line for line in rejected)
+    longest = 2 ** len(rejected) * chosen.settings["sampler"].step_size
+    steep, found = chosen.posterior.n_beta * max(chosen.curvature.largest, chosen.curvature_nearby), []
+    assert longest == pytest.approx(longest_step(chosen.sampler, steep, 100.0)[0])
+    for sampler in (chosen.sampler, jostle.BAOAB(step_size=longest)):
+        settings = chosen.settings | {"sampler": sampler}
+        run = jostle.attribute(
+            model, train, query, loss=loss, chains=4, draws=50, seed=5, progress=False, **settings
+        )  # fmt: skip
+        found.append(run.diagnostics(support=False))
+    most = found[0]["rise_without_gradient"]["free_energy"]
+    assert "too hot" not in kinds(found[0])
+    assert found[0]["rise"] < 1.5 * most
+    assert "too hot" in kinds(found[1])  # as it would have been
+    assert found[1]["rise"] > 2 * most
+
+
+def test_batches_so_small_that_no_step_is_worth_it_are_refused() -> None:
+    task = small_classifier()
+    message = (
+        r"^step_size: got a pilot that fails at 1e-06 still: .*heats the chain, expected chains that stay, without \d+ "
+        r"times the steps between draws; raise --batch-size, or lower --kappa$"
+    )
+    with pytest.raises(jostle.InputError, match=message):
+        calibrate(
+            task["model"], task["train"], loss=task["loss"], localization=400.0, batch_size=1, step_size=1e-6,
+            progress=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [jostle.RMSpropSGLD(step_size=1.0), jostle.RMSpropSGLD.devinterp(step_size=1.0)])
+def test_rmsprop_is_calibrated_by_the_gradients_that_it_meets(rule: jostle.RMSpropSGLD) -> None:
+    """At a minimum E[mean of ḡ²] = tr(H²)/γd: G is as large as that says, and not as large as it can be."""
+    problem = linear(weights=30)
+    chosen = calibrate(problem.model(), problem.data, loss=REGRESSION, sampler=rule, rise=0.3, kappa=3.0)
+    H, localization = problem.mean_hessian, chosen.posterior.localization
+    size = math.sqrt(np.trace(H @ H) / localization / len(H))
+    assert size > 3 * rule.stabilizer
+    total = chosen.posterior.n_beta * np.linalg.eigvalsh(H)[-1] + localization
+    assert chosen.sampler.step_size == pytest.approx(0.4 * (size + rule.stabilizer) / total, rel=0.3)
+    assert chosen.thin == 20  # 2(1 + κ)/0.4, as for SGLD
+    run = jostle.attribute(
+        problem.model(), problem.data, problem.data, loss=REGRESSION, chains=4, draws=100, seed=5, progress=False,
+        **chosen.settings,
+    )  # fmt: skip
+    found = run.diagnostics(support=False)
+    assert found["effective_draws"] > 200
+    assert kinds(found) <= {"scores disagree"}  # those of random inputs hardly differ
+
+
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +355,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
         return passes
 
     passes = 0
-    counts = [passes_until(name, problem.model()) for name in ("rises .* 16 perturbations", "pilot")]
+    counts = [passes_until(name, problem.model()) for name in ("rises .* 8 pairs", "pilot")]
     interrupted_in = ""
     assert calibrate(problem.model(), problem.data, keep=keep, **settings).choices == whole.choices
     assert (
@@ -350,6 +433,24 @@ def test_noise_of_a_seed_is_always_the_same() -> None:
         ({"localization": 0.0}, r"^localization: got 0\.0, expected a positive number$"),
         ({"batch_size": 0}, r"^batch_size: got 0, expected a positive whole number"),
         ({"weights": "attention"}, r"^weights: got 'attention', which matches no weight"),
+        ({"n_beta": -1.0}, r"^n_beta: got -1\.0, expected a finite number that is not negative$"),
+        (
+            {"localization": 500.0, "rise": 0.2},
+            r"^rise: got 0\.2 beside localization 500, .* one of both; leave localization out .*, or rise to keep loc",
+        ),
+        (
+            {"n_beta": 30.0, "kappa": 10.0},
+            r"^kappa: got 10 beside n_beta 30, which follows from it, expected one of both",
+        ),
+        ({"n_beta": 30.0, "kappa": 0}, r"^kappa: got 0 beside n_beta 30, which follows"),
+        (
+            {"sampler": jostle.Gaussian(), "kappa": 10.0},
+            r"^kappa: got 10 for draws without a gradient, which have none",
+        ),
+        (
+            {"sampler": jostle.Gaussian(), "n_beta": 30.0},
+            r"^n_beta: got 30 for draws without a gradient, expected none",
+        ),
     ],
 )
 def test_bad_input(settings: dict[str, Any], message: str) -> None:
@@ -417,7 +518,7 @@ def test_commands(task: list[str], tmp_path: Path) -> None:
     assert "raise the mean loss of" in " ".join(result.stdout.split())
     settings = yaml.safe_load(file.read_text())
     assert settings["thin"] == 3
-    assert settings["calibration"]["rise"] == pytest.approx(0.2, rel=0.03)
+    assert settings["calibration"]["rise"] == pytest.approx(0.2, rel=0.05)
     assert not file.with_suffix(".measured.json").exists()  # it was for an interruption
     assert jostle_command("run", tmp_path / "a", "--config", file).exit_code == 0
     auto = jostle_command("run", tmp_path / "b", *task, "--auto", "--rise", "0.2", "--kappa", "1", "--thin", "3")
@@ -562,6 +663,6 @@ def test_a_language_model_unattended(tmp_path: Path) -> None:
         model, samples, samples[:2], loss=jostle.losses.next_token(), weights="mlp", rise=0.2, kappa=0.3, batch_size=5,
     )  # fmt: skip
     assert chosen.pilot is not None
-    assert chosen.rise == pytest.approx(0.2, rel=0.03)
+    assert chosen.rise == pytest.approx(0.2, rel=0.05)
     assert 0.05 < chosen.pilot["rise"] < 0.3  # the gradient holds it below the control's
     assert chosen.curvature.largest > 0

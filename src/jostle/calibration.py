@@ -8,7 +8,7 @@
 3. the step size, stable for both under the sampler in use;
 4. burn-in and steps between draws, from how long the chain remembers;
 
-and tries them in a short pilot; a step from which chains diverge is halved.
+and tries them in a short pilot; a step from which chains diverge, or which heats them, is halved.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from torch import nn
 from jostle import ranks
 from jostle._version import __version__
 from jostle.chains.progress import part_of_more, telling
+from jostle.chains.without_gradient import free_energy
 from jostle.config import Precision, describe, require_whole
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
+from jostle.diagnose import diagnose, read_sample
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -46,6 +48,7 @@ from jostle.probing import (
     Probe,
     in_float32,
     kept_curvature,
+    kept_gradient_size,
     kept_rises,
     noise,
     standard_error,
@@ -62,11 +65,11 @@ from jostle.samplers import (
 )
 from jostle.samplers.protocol import require_positive
 
-PERTURBATIONS = (4, 16, 64)
-"""The rise is averaged over so many Gaussian perturbations, each with its mirror image: over more of them where its
-standard error is still large. With many weights every perturbation raises the loss alike."""
+PAIRS = (1, 8, 32)
+"""The rise is averaged over so many Gaussian perturbations, each with its mirror image: over one to begin with, then
+over more of them until its standard error is small. With many weights every perturbation raises the loss alike."""
 
-RISE_TOLERANCE, RISE_ERROR, MOST_TRIALS = 0.03, 0.15, 40
+RISE_TOLERANCE, RISE_ERROR, MOST_TRIALS = 0.05, 0.18, 40
 """How near the measured rise has to come to the chosen one, how large its standard error may be, both relatively; and
 how often to try. Scores hardly change with the rise (docs/calibration.md), and a smaller error takes many passes."""
 
@@ -85,11 +88,15 @@ LONGEST_PULL = 4.0
 
 MEMORIES_OF_BURN_IN = 3
 
-PILOT_CHAINS, PILOT_DRAWS, PILOT_EXAMPLES = 2, 20, 64
-PILOT_RISE = 3.0
-"""A pilot whose mean loss rises more than so many times as far as without a gradient was not stable."""
+PILOT_CHAINS, PILOT_DRAWS = 2, 20
+PILOT_FAULTS = ("failed chain", "runaway", "too hot")
+"""What a pilot is rejected for, of all that diagnostics say of a run: what a smaller step mends."""
 
-MOST_HALVINGS = 10
+PILOT_MARGIN = 0.8
+"""A pilot may rise by this share of what its run may, whose verdict is not to come out otherwise by chance."""
+
+MOST_TIMES_THE_STEPS = 16
+"""Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def localization_for(probe: Probe, rise: float, *, seed: int = 0) -> tuple[float
     """
     typical = probe.model.moving.center.square().mean().sqrt().item() or 1.0
     scale, rises = 1e-2 * typical, np.empty(0)
-    for count in PERTURBATIONS:
+    for count in PAIRS:
         scale, rises = _search(probe, rise, scale, typical, seed, count)
         if standard_error(rises) <= RISE_ERROR * rise:
             break
@@ -191,22 +198,20 @@ def _finite(value: float) -> float:
     return float(value) if math.isfinite(value) else 1e300
 
 
-def longest_step(sampler: Sampler, curvature: float, pull: float) -> tuple[float, float]:
+def longest_step(sampler: Sampler, curvature: float, pull: float, preconditioner: float = 1.0) -> tuple[float, float]:
     """The step to take under a rule, and the limit of its stability, where nβλmax = ``curvature`` and γ + λ = ``pull``.
 
     Limits are those of docs/samplers.md. Rules whose variance grows with the step stop where it is a tenth too wide
-    along the steepest direction; the others at a quarter of the limit.
+    along the steepest direction; the others at a quarter of the limit. ``preconditioner`` is what G of `RMSpropSGLD`
+    comes to.
     """
-    total = curvature + pull
+    total = preconditioner * (curvature + pull)
     if isinstance(sampler, OrnsteinUhlenbeck):
         # Its variance is 1/(1 − r·tanh(εκ/4)) of what it should be, r = nβλ/κ.
         ratio = curvature / pull
         limit = 4 / pull * math.atanh(1 / ratio) if ratio > 1 else math.inf
         unlimited = ratio * math.tanh(LONGEST_PULL / 4) <= TOO_WIDE
         return (LONGEST_PULL if unlimited else 4 * math.atanh(TOO_WIDE / ratio)) / pull, limit
-    if isinstance(sampler, RMSpropSGLD):
-        limit = 4 * sampler.stabilizer / total  # G is at most 1/e
-        return TOO_WIDE * limit, limit
     exact = isinstance(sampler, LeimkuhlerMatthews | BAOAB | SGNHT)
     return (SHARE if exact else TOO_WIDE) * 4 / total, 4 / total
 
@@ -215,19 +220,52 @@ def _step_of(sampler: Any) -> float:
     return sampler.step_size
 
 
-def memory(sampler: Sampler, pull: float) -> float:
+def memory(sampler: Sampler, pull: float, preconditioner: float = 1.0) -> float:
     """In how many steps a direction that nothing but the pull holds forgets: 2/(εκ), with momentum 2/√(εκ).
 
     The sum of its autocorrelations to one side: with momentum and critical friction these are (1 + t√κ)·e^(−t√κ).
     """
     if isinstance(sampler, Gaussian):
         return 1.0
-    step = _step_of(sampler)
-    if isinstance(sampler, RMSpropSGLD):
-        step = step / sampler.stabilizer
+    step = preconditioner * _step_of(sampler)
     if isinstance(sampler, BAOAB | SGNHT):  # more friction slows it down in proportion, and so does less: it swings
         return max(1.0, 2 * max(sampler.friction, 1 / sampler.friction) / math.sqrt(step * pull))
     return max(1.0, 2 / (step * pull))
+
+
+def rule_for(
+    sampler: Sampler,
+    *,
+    rise: float | None = None,
+    kappa: float | None = None,
+    localization: float | None = None,
+    n_beta: float | None = None,
+) -> Sampler:
+    """The rule that is asked for, `Gaussian` where no gradient is; refuses what nothing would heed."""
+    control = isinstance(sampler, Gaussian) or kappa == 0 or n_beta == 0
+    if control and kappa:
+        raise InputError(
+            "kappa",
+            got=f"{kappa:g} for draws without a gradient, which have none",
+            expected="it when they are read",
+            fix=f"leave it out here, and then: jostle top OUT --kappa {kappa:g}",
+        )
+    for name, value, other, given in (("rise", rise, "localization", localization), ("kappa", kappa, "n_beta", n_beta)):
+        if value is not None and given is not None:
+            raise InputError(
+                name,
+                got=f"{value:g} beside {other} {given:g}, which follows from it",
+                expected="one of both",
+                fix=f"leave {other} out to have it chosen, or {name} to keep {other}",
+            )
+    if control and n_beta:
+        raise InputError(
+            "n_beta",
+            got=f"{n_beta:g} for draws without a gradient",
+            expected="none: it is 0 there",
+            fix="leave it out, or ask for another sampler",
+        )
+    return Gaussian() if control else sampler
 
 
 def calibrate(
@@ -240,8 +278,8 @@ def calibrate(
     potential_loss: Loss | None = None,
     weights: WeightSelection = "all",
     sampler: Sampler | None = None,
-    rise: float = RISE,
-    kappa: float = KAPPA,
+    rise: float | None = None,
+    kappa: float | None = None,
     localization: float | None = None,
     n_beta: float | None = None,
     step_size: float | None = None,
@@ -264,16 +302,17 @@ def calibrate(
         model: the trained model, at w*.
         train: as for `jostle.attribute`, as are ``query``, ``sampling_data``, ``loss``, ``potential_loss``,
             ``collate``, ``precision``, ``control_variates`` and ``batch_size``.
-        query: what the pilot observes besides.
+        query: nothing is measured on it: a calibration takes the data of the run that it is for.
         sampling_data: what rise and curvature are measured on, and minibatches drawn from. Default: ``train``.
         loss: what is recorded.
         potential_loss: what drives the chain, where it differs.
         weights: which weights move (see `jostle.Posterior`).
         sampler: the rule; its step size is replaced. Default: `jostle.BAOAB`.
-        rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*.
-        kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient.
-        localization: γ, where it is given; then no rise is aimed at.
-        n_beta: nβ, where it is given; then κ follows.
+        rise: the resolution: by how many nats Gaussian perturbations are to raise the mean loss over w*. Default: 0.3.
+        kappa: κ = nβ·λmax/γ, how much the losses count beside the pull. 0 is the control without a gradient. Default:
+            10.
+        localization: γ, in the place of a rise.
+        n_beta: nβ, in the place of a κ.
         step_size: ε, where it is given; the pilot may still halve it.
         batch_size: m, the size of a minibatch.
         control_variates: whether chains are to use them.
@@ -288,16 +327,18 @@ def calibrate(
     Raises:
         InputError: something passed cannot be used, or no setting was found that is stable.
     """
-    require_positive("rise", rise)
-    if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
-        raise InputError("kappa", got=repr(kappa), expected="a finite number that is not negative")
-    if localization is not None:
-        require_positive("localization", localization)
+    for name, value in (("rise", rise), ("localization", localization)):
+        if value is not None:
+            require_positive(name, value)
+    for name, value in (("kappa", kappa), ("n_beta", n_beta)):
+        if value is not None and not (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf):
+            raise InputError(name, got=repr(value), expected="a finite number that is not negative")
     require_whole("batch_size", batch_size, at_least=1)
     loss = loss or classification_loss()
-    sampler = sampler or BAOAB(step_size=1.0)
-    if kappa == 0 or n_beta == 0:
-        sampler = Gaussian()
+    sampler = rule_for(
+        sampler or BAOAB(step_size=1.0), rise=rise, kappa=kappa, localization=localization, n_beta=n_beta
+    )
+    rise, kappa = (RISE if rise is None else rise), (KAPPA if kappa is None else kappa)
     chosen: list[Choice] = []
 
     def note(name: str, value: float | str, reason: str) -> None:
@@ -332,7 +373,7 @@ def calibrate(
             reason = f"Gaussian perturbations of this precision raise the mean loss of {probe.at_center:.3g} by"
         else:
             probe.doing = f"the rise at localization {localization:.3g}"
-            rises = kept_rises(probe, localization, seed, PERTURBATIONS[1])
+            rises = kept_rises(probe, localization, seed, PAIRS[1])
             reason = "given; it raises the mean loss by"
         found = float(rises.mean())
         error = standard_error(rises)
@@ -348,6 +389,15 @@ def calibrate(
                 steepest,
                 f"the largest of the mean loss: {curvature.largest:.3g} at w*, {nearby:.3g} at such a perturbation",
             )
+        preconditioner = 1.0
+        if isinstance(sampler, RMSpropSGLD):
+            size = kept_gradient_size(probe, localization, batch_size, seed)
+            preconditioner = 1 / (size + sampler.stabilizer)
+            note(
+                "preconditioner",
+                preconditioner,
+                f"1/({size:.3g} + the stabilizer), by the root mean square of minibatches' gradients at perturbations",
+            )
     if isinstance(sampler, Gaussian):
         n_beta = 0.0
         note("n_beta", 0.0, "no gradient was asked for: draws are independent, and can be read at a larger one")
@@ -359,25 +409,26 @@ def calibrate(
     else:
         note("n_beta", n_beta, f"given; n_beta · curvature is {n_beta * steepest / localization:.3g} · localization")
     posterior = Posterior(n_beta=n_beta, localization=localization, weights=weights)
-    limit, step = math.inf, 0.0
+    limit, step, at_the_longest = math.inf, 0.0, 1.0
     if not isinstance(sampler, Gaussian):
-        longest, limit = longest_step(sampler, max(0.0, n_beta * steepest), localization)
+        longest, limit = longest_step(sampler, max(0.0, n_beta * steepest), localization, preconditioner)
+        at_the_longest = memory(_with_step(sampler, longest), localization, preconditioner)
         step = longest if step_size is None else step_size
         sampler = _with_step(sampler, step)
     tried, halvings = None, 0
     if pilot and not isinstance(sampler, Gaussian):  # whose draws are those that the rise was measured with
-        if query is None:
-            query = train
+        free = free_energy(np.where(np.isnan(rises), math.inf, rises).ravel(), n_beta)
 
         def tried_out(sampler: Sampler) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
                 return _pilot(
-                    model, train, query, sampling_data=sampling_data, loss=loss, potential_loss=potential_loss,
-                    collate=collate, posterior=posterior, sampler=sampler, batch_size=batch_size, seed=seed,
-                    control_variates=control_variates, precision=precision, expected_rise=found, progress=progress,
+                    model, source, loss=potential_loss or loss, collate=collate, posterior=posterior, sampler=sampler,
+                    lengths=_lengths(sampler, localization, preconditioner), brief=not halvings,
+                    most=PILOT_MARGIN * free, batch_size=batch_size, seed=seed, control_variates=control_variates,
+                    precision=precision, progress=progress,
                 )  # fmt: skip
 
-            about = {"n_beta": n_beta, "localization": localization, "rise": found}
+            about = {"n_beta": n_beta, "localization": localization, "free energy": free}
             return probe.measured(f"pilot of {sampler}, {about}, {control_variates=}, {precision=}", measure)
 
         while True:
@@ -385,25 +436,26 @@ def calibrate(
             tried = tried_out(sampler)
             if tried["fault"] is None:
                 break
-            if halvings == MOST_HALVINGS:
-                raise InputError(
-                    "step_size",
-                    got=f"a pilot that fails at {step:.3g} still: {tried['fault']}",
-                    expected="chains that stay",
-                    fix="lower --kappa or --rise, or raise --batch-size",
-                )
             say(f"step_size {step:.3g} is rejected: {tried['fault']}")
             halvings, step = halvings + 1, step / 2
             sampler = _with_step(sampler, step)
+            times = memory(sampler, localization, preconditioner) / at_the_longest
+            if times > MOST_TIMES_THE_STEPS:
+                raise InputError(
+                    "step_size",
+                    got=f"a pilot that fails at {2 * step:.3g} still: {tried['fault']}",
+                    expected=f"chains that stay, without {times:.0f} times the steps between draws",
+                    fix="raise --batch-size, or lower --kappa",
+                )
     if not isinstance(sampler, Gaussian):
         stable = "stable at any length" if limit == math.inf else f"stable below {limit:.3g}"
         reason = "given; " if step_size is not None else f"{type(sampler).__name__} is "
         reason += f"{stable} for both"
         if halvings:
-            reason += f"; halved {halvings} time{'s' if halvings > 1 else ''}, as the pilot was not stable"
+            reason += f"; halved {halvings} time{'s' if halvings > 1 else ''}, as the pilot was not stable or too hot"
         note("step_size", step, reason)
-    forgets = memory(sampler, localization)
-    burn_in, thin = _lengths(sampler, localization)
+    forgets = memory(sampler, localization, preconditioner)
+    burn_in, thin = _lengths(sampler, localization, preconditioner)
     if isinstance(sampler, Gaussian):
         note("thin", str(thin), "every step is a new draw")
     else:
@@ -434,51 +486,47 @@ def _with_step(sampler: Any, step_size: float) -> Sampler:
     return dataclasses.replace(sampler, step_size=step_size)
 
 
-def _lengths(sampler: Sampler, pull: float) -> tuple[int, int]:
+def _lengths(sampler: Sampler, pull: float, preconditioner: float) -> tuple[int, int]:
     """Burn-in and steps between draws."""
-    forgets = math.ceil(memory(sampler, pull))
+    forgets = math.ceil(memory(sampler, pull, preconditioner))
     return (1, 1) if isinstance(sampler, Gaussian) else (MEMORIES_OF_BURN_IN * forgets, forgets)
 
 
 def _pilot(
     model: nn.Module,
-    train: Any,
-    query: Any,
+    data: Any,
     *,
     collate: Collate | None,
-    posterior: Posterior,
-    sampler: Sampler,
-    expected_rise: float,
+    lengths: tuple[int, int],
+    brief: bool,
+    most: float,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Sample for a short while, and say what is wrong with it, if anything."""
-    device = next(model.parameters()).device
-    sets = []
-    for name, source in (("train", train), ("query", query)):
-        data = Data(source, name, collate=collate, device=device)
-        sets.append([data.sample(index) for index in data.spread(PILOT_EXAMPLES)])
-    burn_in, thin = _lengths(sampler, posterior.localization)
-    thin = math.ceil(thin / 4)  # what is not stable shows before the chain has forgotten anything often
-    if settings["sampling_data"] is None:
-        settings["sampling_data"] = train
+    """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do.
+
+    What is observed are the examples that the rise was measured on: ``most``, the free energy of their mean loss
+    without a gradient, is as far as it may rise with one. Where a step was rejected already it takes its time.
+    """
+    whole = Data(data, "sampling_data", collate=collate, device=next(model.parameters()).device)
+    probed = [whole.sample(index) for index in whole.spread(PROBED_EXAMPLES)]
+    burn_in, thin = lengths
+    if brief:  # what is not stable shows before the chain has forgotten anything often; what is hot, not so soon
+        thin = math.ceil(thin / 4)
     started = time.perf_counter()
     fault, rise = None, None
     with warnings.catch_warnings(), ranks.alone(), part_of_more():
         warnings.simplefilter("ignore", JostleWarning)
         try:
             run = attribute(
-                model, sets[0], sets[1], posterior=posterior, sampler=sampler, chains=PILOT_CHAINS, draws=PILOT_DRAWS,
-                burn_in=burn_in, thin=thin, collate=collate, compile=False, **settings,
+                model, probed, probed[:1], sampling_data=data, chains=PILOT_CHAINS, draws=PILOT_DRAWS, burn_in=burn_in,
+                thin=thin, collate=collate, compile=False, **settings,
             )  # fmt: skip
         except ChainsFailedError:
             fault = "every chain left the finite numbers"
         else:
-            found = run.diagnostics(support=False)
+            measured = run.manifest | {"rise_without_gradient": {"free_energy": most, "examples": len(whole)}}
+            found = diagnose(run.config, measured, read_sample(run.traces, run.healthy_chains))
             rise = found["rise"]
-            if run.failed_chains:
-                fault = f"chain {run.failed_chains[0]} left the finite numbers"
-            elif found["runaway"]["chains"]:
-                fault = "the mean loss grows without end"
-            elif rise > PILOT_RISE * max(expected_rise, 0.0):
-                fault = f"the mean loss rises by {rise:.3g} nats, {rise / expected_rise:.3g} times as far as it should"
+            faults = [one["finding"] for one in found["verdict"]["reasons"] if one["kind"] in PILOT_FAULTS]
+            fault = faults[0] if faults else None
     return {"fault": fault, "rise": rise, "seconds": time.perf_counter() - started}

@@ -39,6 +39,9 @@ rounding, and well within the quadratic neighbourhood."""
 
 CURVATURE_TOLERANCE, MOST_LANCZOS = 0.01, 40
 
+GRADIENTS = 4
+"""How many minibatches their size is measured with: it is a mean over all weights."""
+
 
 @dataclass(frozen=True)
 class Curvature:
@@ -126,6 +129,15 @@ class Probe:
             total += len(chosen) / self.examples * part
         return total
 
+    def minibatch_gradient(
+        self, weights: Float[Tensor, " weight"], batch_size: int, seed: int
+    ) -> Float[Tensor, " weight"]:
+        """∇ of the mean loss over as many examples of all the data as a chain draws for a step."""
+        count = len(self._data)
+        chosen = np.random.default_rng(seed).choice(count, min(batch_size, count), replace=False)
+        self._tell(self.doing)
+        return self.model.mean_loss_gradient(self._loss, weights[None], self._data, [chosen])[0]
+
     def hessian_times(
         self, weights: Float[Tensor, " weight"], direction: Float[Tensor, " weight"], distance: float
     ) -> Float[Tensor, " weight"]:
@@ -199,26 +211,42 @@ def noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " wei
     return values
 
 
-def measured_rises(probe: Probe, localization: float, *, count: int, seed: int = 0) -> np.ndarray:
-    """L̄(w* + ξ/√γ) − L̄(w*), each the mean over ξ and −ξ, so that nothing of the gradient at w* is in it."""
+def measured_rises(probe: Probe, localization: float, *, count: int, seed: int = 0) -> Float[np.ndarray, "pair sign"]:
+    """L̄(w* + ξ/√γ) − L̄(w*) and L̄(w* − ξ/√γ) − L̄(w*): in the mean of a pair is nothing of the gradient at w*."""
     center = probe.model.moving.center
     rises = []
     for number in range(count):
         jolt = noise(probe.model, seed, number + 1) / math.sqrt(localization)
-        both = [probe.mean_loss(center + sign * jolt) for sign in (1, -1)]
-        rises.append(sum(both) / 2 - probe.at_center)
+        rises.append([probe.mean_loss(center + sign * jolt) - probe.at_center for sign in (1, -1)])
     return np.array(rises)
 
 
-def kept_rises(probe: Probe, localization: float, seed: int, count: int) -> np.ndarray:
+def kept_rises(probe: Probe, localization: float, seed: int, count: int) -> Float[np.ndarray, "pair sign"]:
     """Measured now or before."""
-    name = f"rises at localization {localization!r}, {count} perturbations"
+    name = f"rises at localization {localization!r}, {count} pairs"
     return np.array(probe.measured(name, lambda: measured_rises(probe, localization, seed=seed, count=count).tolist()))
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Of their mean."""
-    return float(values.std(ddof=1) / math.sqrt(len(values)))
+def kept_gradient_size(probe: Probe, localization: float, batch_size: int, seed: int) -> float:
+    """√(mean of ḡ² over weights) of minibatches at Gaussian perturbations, measured now or before."""
+    probe.doing = f"the size of gradients at localization {localization:.3g}"
+
+    def measure() -> float:
+        squares = 0.0
+        for number in range(GRADIENTS):
+            jolted = probe.model.moving.center + noise(probe.model, seed, number + 1) / math.sqrt(localization)
+            squares += probe.minibatch_gradient(jolted, batch_size, seed + number).square().mean().item()
+        return math.sqrt(squares / GRADIENTS)
+
+    return probe.measured(f"size of gradients at localization {localization!r}", measure)
+
+
+def standard_error(rises: Float[np.ndarray, "pair sign"]) -> float:
+    """Of their mean, such that (mean − truth)/error has a variance of 1: that of a Student's t is (n − 1)/(n − 3)."""
+    count = len(rises)
+    if count <= 3:
+        return math.inf
+    return float(rises.mean(1).std(ddof=1) * math.sqrt((count - 1) / (count - 3) / count))
 
 
 def in_float32(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ import yaml
 
 from jostle import ranks
 from jostle.asking.tasks import Task, from_file, language_model, require_device
-from jostle.calibration import Calibration, calibrate
+from jostle.calibration import Calibration, calibrate, rule_for
 from jostle.chains.progress import part_of_more
 from jostle.chains.thinning import Thinning
 from jostle.config import Config, describe
@@ -255,19 +255,15 @@ def _more_queries(source: Mapping[str, Any], added: list[str]) -> list[str]:
 def asked_of_calibration(
     sampler: Any, given: Mapping[str, Any], *, rise: float | None = None, kappa: float | None = None
 ) -> dict[str, Any]:
-    """Return what a calibration is asked for, in one form however it is said; refuses a κ that nothing would heed."""
+    """Return what a calibration is asked for, in one form however it is said; refuses what nothing would heed."""
     friction = {name: given[name] for name in ("friction",) if name in given}
-    rule: Sampler = sampler_of({"sampler": sampler, "step_size": 1.0} | friction)
-    if kappa == 0 or given.get("n_beta") == 0:
-        rule = Gaussian()
+    rule = rule_for(
+        sampler_of({"sampler": sampler, "step_size": 1.0} | friction),
+        rise=rise,
+        kappa=kappa,
+        **{name: given[name] for name in ("localization", "n_beta") if name in given},
+    )
     control = isinstance(rule, Gaussian)
-    if control and kappa:
-        raise InputError(
-            "kappa",
-            got=f"{kappa:g} for draws without a gradient, which have none",
-            expected="it when they are read",
-            fix=f"leave it out here, and then: jostle top OUT --kappa {kappa:g}",
-        )
     settings = {name: value for name, value in vars(rule).items() if name != "step_size"}
     asked: dict[str, Any] = {"sampler": {"name": type(rule).__name__, **settings}}
     if "localization" not in given:
@@ -329,8 +325,8 @@ def calibrated(
         sampling_data=sampling_data,
         weights=request.get("weights", task.default_weights),
         sampler=sampler,
-        rise=RISE if rise is None else rise,
-        kappa=KAPPA if kappa is None else kappa,
+        rise=rise,
+        kappa=kappa,
         **{name: given[name] for name in ("localization", "n_beta", "step_size") if name in given},
         **{name: request[name] for name in ("batch_size", "seed")},
         **{name: request[name] for name in ("control_variates", "precision") if name in request},
