@@ -614,7 +614,14 @@ def test_diagnose_command(good: Path) -> None:
     result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["diagnose", str(good)])
     assert result.exit_code == 0
     assert result.stdout.startswith("good: ")
-    for row in ("effective draws", "R-hat", "drift of the mean loss", "learning coefficient", "temperature", "Spearman"):
+    for row in (
+        "effective draws",
+        "R-hat",
+        "drift of the mean loss",
+        "learning coefficient",
+        "temperature",
+        "Spearman",
+    ):
         assert row in result.stdout
     as_json = CliRunner().invoke(app, ["diagnose", str(good), "--json"])
     found = json.loads(as_json.stdout)

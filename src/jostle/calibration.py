@@ -29,10 +29,10 @@ from torch import nn
 from jostle import ranks
 from jostle._version import __version__
 from jostle.chains.progress import part_of_more, telling
-from jostle.chains.without_gradient import free_energy
 from jostle.config import Precision, describe, require_whole
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.diagnose import diagnose, read_sample
+from jostle.diagnose.thresholds import HOT
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -88,12 +88,12 @@ LONGEST_PULL = 4.0
 
 MEMORIES_OF_BURN_IN = 3
 
-PILOT_CHAINS, PILOT_DRAWS = 2, 20
-PILOT_FAULTS = ("failed chain", "runaway", "too hot")
-"""What a pilot is rejected for, of all that diagnostics say of a run: what a smaller step mends."""
+PILOT_CHAINS, PILOT_DRAWS, PILOT_EXAMPLES = 2, 80, 64
+PILOT_FAULTS = ("failed chain", "runaway")
+"""What a pilot is rejected for, of what diagnostics say of a run: what a smaller step mends. And for its heat:"""
 
-PILOT_MARGIN = 0.8
-"""A pilot may rise by this share of what its run may, whose verdict is not to come out otherwise by chance."""
+PILOT_ERRORS = 2.0
+"""So sure it has to be that it is too hot: less than of a run, which is not to be called so by chance."""
 
 MOST_TIMES_THE_STEPS = 16
 """Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
@@ -417,18 +417,16 @@ def calibrate(
         sampler = _with_step(sampler, step)
     tried, halvings = None, 0
     if pilot and not isinstance(sampler, Gaussian):  # whose draws are those that the rise was measured with
-        free = free_energy(np.where(np.isnan(rises), math.inf, rises).ravel(), n_beta)
 
         def tried_out(sampler: Sampler) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
                 return _pilot(
                     model, source, loss=potential_loss or loss, collate=collate, posterior=posterior, sampler=sampler,
-                    lengths=_lengths(sampler, localization, preconditioner), brief=not halvings,
-                    most=PILOT_MARGIN * free, batch_size=batch_size, seed=seed, control_variates=control_variates,
-                    precision=precision, progress=progress,
+                    lengths=_lengths(sampler, localization, preconditioner), batch_size=batch_size, seed=seed,
+                    control_variates=control_variates, precision=precision, progress=progress,
                 )  # fmt: skip
 
-            about = {"n_beta": n_beta, "localization": localization, "free energy": free}
+            about = {"n_beta": n_beta, "localization": localization}
             return probe.measured(f"pilot of {sampler}, {about}, {control_variates=}, {precision=}", measure)
 
         while True:
@@ -498,22 +496,15 @@ def _pilot(
     *,
     collate: Collate | None,
     lengths: tuple[int, int],
-    brief: bool,
-    most: float,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do.
-
-    What is observed are the examples that the rise was measured on: ``most``, the free energy of their mean loss
-    without a gradient, is as far as it may rise with one. Where a step was rejected already it takes its time.
-    """
+    """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do."""
     whole = Data(data, "sampling_data", collate=collate, device=next(model.parameters()).device)
-    probed = [whole.sample(index) for index in whole.spread(PROBED_EXAMPLES)]
+    probed = [whole.sample(index) for index in whole.spread(PILOT_EXAMPLES)]
     burn_in, thin = lengths
-    if brief:  # what is not stable shows before the chain has forgotten anything often; what is hot, not so soon
-        thin = math.ceil(thin / 4)
+    thin = math.ceil(thin / 4)  # what is hot are directions that forget sooner than those that the pull alone holds
     started = time.perf_counter()
-    fault, rise = None, None
+    fault, rise, heat = None, None, None
     with warnings.catch_warnings(), ranks.alone(), part_of_more():
         warnings.simplefilter("ignore", JostleWarning)
         try:
@@ -524,9 +515,11 @@ def _pilot(
         except ChainsFailedError:
             fault = "every chain left the finite numbers"
         else:
-            measured = run.manifest | {"rise_without_gradient": {"free_energy": most, "examples": len(whole)}}
-            found = diagnose(run.config, measured, read_sample(run.traces, run.healthy_chains))
-            rise = found["rise"]
+            found = diagnose(run.config, run.manifest, read_sample(run.traces, run.healthy_chains))
+            rise, heat = found["rise"], found["temperature"]
             faults = [one["finding"] for one in found["verdict"]["reasons"] if one["kind"] in PILOT_FAULTS]
+            hot, error = heat["value"], heat["standard_error"]
+            if hot is not None and error is not None and hot > max(HOT, 1 + PILOT_ERRORS * error):
+                faults.append(f"its chains are {hot:.2g} ± {error:.1g} times as hot as they should be")
             fault = faults[0] if faults else None
-    return {"fault": fault, "rise": rise, "seconds": time.perf_counter() - started}
+    return {"fault": fault, "rise": rise, "temperature": heat, "seconds": time.perf_counter() - started}

@@ -130,11 +130,17 @@ def mean_error(mean_loss: Float[np.ndarray, "chain draw"]) -> float | None:
 
 
 def temperature(readings: Float[np.ndarray, "chain draw"] | None) -> dict[str, Any]:
-    """Of the chains, by `jostle.chains.thermometer`: 1 at the target's, with its Monte Carlo error; None if unknown."""
+    """Of the chains, by `jostle.chains.thermometer`: 1 at the target's, with its Monte Carlo error; None if unknown.
+
+    Chains that are much too hot are so in bursts, of which a few make up the mean, and its error as well. So a reading
+    counts for no more than 10 robust standard deviations from the median, beyond which the target has next to none.
+    """
     if readings is None or not np.isfinite(readings).all():
         return {"value": None, "standard_error": None}
-    readings = readings.astype(np.float64)
-    return {"value": float(readings.mean()), "standard_error": mean_error(readings)}
+    middle = np.median(readings)
+    reach = 10 * 1.4826 * np.median(np.abs(readings - middle))
+    counted = np.clip(readings.astype(np.float64), middle - reach, middle + reach)
+    return {"value": float(counted.mean()), "standard_error": mean_error(counted)}
 
 
 def between_chain_share(series: Float[np.ndarray, "chain draw column"]) -> float | None:

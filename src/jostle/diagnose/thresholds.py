@@ -33,5 +33,5 @@ RUNAWAY_SPREADS = 8.0
 SPREAD_GROWTH = 6.0
 """By how much the spread of the mean loss may grow from the middle to the last third of the chains."""
 
-HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 4.0
+HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 3.0
 """Of the temperature, which is 1 at the target; and how far above 1 it has to lie, in its own standard errors."""

@@ -334,7 +334,8 @@ class Run:
         examples), ``autocorrelation_time`` (draws for each effective one, of the slower losses), ``effective_draws``
         (None where chains are too short to tell), R-hat and effective sizes of ``losses`` and of the ``products`` that
         a covariance averages, ``drift``, ``agreement`` of the scores from halves, ``local_learning_coefficient``,
-        ``temperature`` (1 is the target's; None where it was not measured), ``failed_chains`` and ``remarks``. ``docs/diagnostics.md`` explains each of them.
+        ``temperature`` (1 is the target's; None where it was not measured), ``failed_chains`` and ``remarks``.
+        ``docs/diagnostics.md`` explains each of them.
 
         Args:
             plot: also draw them, into a file whose name ends in .png, .svg or .pdf (needs the extra ``plots``).
