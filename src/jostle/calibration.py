@@ -92,8 +92,9 @@ PILOT_CHAINS, PILOT_DRAWS, PILOT_EXAMPLES = 2, 80, 64
 PILOT_FAULTS = ("failed chain", "runaway")
 """What a pilot is rejected for, of what diagnostics say of a run: what a smaller step mends. And for its heat:"""
 
-PILOT_ERRORS = 2.0
-"""So sure it has to be that it is too hot: less than of a run, which is not to be called so by chance."""
+PILOT_HOT, PILOT_ERRORS = 1.1, 2.0
+"""How hot small batches may make it, and how sure that has to be: less of both than of a run. Their heat feeds itself,
+as gradients are noisier where it is hotter, and may break out late."""
 
 MOST_TIMES_THE_STEPS = 16
 """Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
@@ -422,8 +423,9 @@ def calibrate(
             def measure() -> dict[str, Any]:
                 return _pilot(
                     model, source, loss=potential_loss or loss, collate=collate, posterior=posterior, sampler=sampler,
-                    lengths=_lengths(sampler, localization, preconditioner), batch_size=batch_size, seed=seed,
-                    control_variates=control_variates, precision=precision, progress=progress,
+                    lengths=_lengths(sampler, localization, preconditioner), brief=not halvings,
+                    batch_size=batch_size, seed=seed, control_variates=control_variates, precision=precision,
+                    progress=progress,
                 )  # fmt: skip
 
             about = {"n_beta": n_beta, "localization": localization}
@@ -496,13 +498,18 @@ def _pilot(
     *,
     collate: Collate | None,
     lengths: tuple[int, int],
+    brief: bool,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do."""
+    """Sample for a short while, and say what is wrong with it, if anything, as diagnostics do.
+
+    Where a step was rejected already it takes its time.
+    """
     whole = Data(data, "sampling_data", collate=collate, device=next(model.parameters()).device)
     probed = [whole.sample(index) for index in whole.spread(PILOT_EXAMPLES)]
     burn_in, thin = lengths
-    thin = math.ceil(thin / 4)  # what is hot are directions that forget sooner than those that the pull alone holds
+    if brief:  # directions that may be hot forget sooner than those that the pull alone holds
+        thin = math.ceil(thin / 4)
     started = time.perf_counter()
     fault, rise, heat = None, None, None
     with warnings.catch_warnings(), ranks.alone(), part_of_more():
@@ -519,7 +526,8 @@ def _pilot(
             rise, heat = found["rise"], found["temperature"]
             faults = [one["finding"] for one in found["verdict"]["reasons"] if one["kind"] in PILOT_FAULTS]
             hot, error = heat["value"], heat["standard_error"]
-            if hot is not None and error is not None and hot > max(HOT, 1 + PILOT_ERRORS * error):
+            limit = PILOT_HOT if settings["batch_size"] < len(whole) else HOT
+            if hot is not None and error is not None and hot > max(limit, 1 + PILOT_ERRORS * error):
                 faults.append(f"its chains are {hot:.2g} ± {error:.1g} times as hot as they should be")
             fault = faults[0] if faults else None
     return {"fault": fault, "rise": rise, "temperature": heat, "seconds": time.perf_counter() - started}
