@@ -96,7 +96,7 @@ PILOT_HOT, PILOT_ERRORS = 1.1, 2.0
 """How hot small batches may make it, and how sure that has to be: less of both than of a run. Their heat feeds itself,
 as gradients are noisier where it is hotter, and may break out late."""
 
-MOST_TIMES_THE_STEPS = 16
+MOST_TIMES_THE_STEPS = 8
 """Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
 
 
