@@ -73,7 +73,7 @@ def main() -> None:
     model, data = trained()
     queries = tuple(part[:30] for part in data)
     for name, settings in {
-        "good": {"sampler": jostle.SGLD(step_size=2e-2), "burn_in": 200, "thin": 40},
+        "good": {"sampler": jostle.SGLD(step_size=1e-2), "burn_in": 400, "thin": 80},
         "bad": {"sampler": jostle.SGLD(step_size=1e-3), "burn_in": 0, "thin": 1},
     }.items():
         run = jostle.attribute(
