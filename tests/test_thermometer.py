@@ -86,11 +86,26 @@ def test_directions_lean_towards_what_the_losses_see() -> None:
     np.testing.assert_allclose(((found @ seen.T) ** 2).sum(1), 1, atol=0.02)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_gradients_that_are_all_alike_give_no_more_directions_than_there_are(rank: int) -> None:
+    """What is left of them along no other is rounding, along which nothing is hot."""
+    generator = np.random.default_rng(0)
+    basis, weights = generator.standard_normal((rank, 1000)), generator.standard_normal((8, rank))
+    directions = thermometer.directions_of(
+        lambda number: thermometer.torch.tensor(weights[number] @ basis).float(), 8, 1000, jostle.ranks.Crew()
+    )
+    assert directions is not None
+    assert len(directions) == rank
+    problem = LinearGaussian.random(samples=rank, weights=200, n_beta=0.6, localization=8)
+    step = 3.95 / float(np.linalg.eigvalsh(problem.precision)[-1])
+    assert too_hot(sample_run(problem, step, thin=20).diagnostics(support=False))
+
+
 def test_large_models_have_fewer_directions_of_fewer_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     step, value = 3.95 / LARGEST, {}
     for most in (1 << 30, 500, 150):
         monkeypatch.setattr(thermometer, "MOST_NUMBERS", most)
-        monkeypatch.setattr(thermometer, "BLOCK", 64)
+        monkeypatch.setitem(thermometer.BLOCKS, "cpu", 64)
         found = sample_run(FLAT, step, thin=20).diagnostics(support=False)["temperature"]
         value[most] = found["value"]
     assert value[500] > 1.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,12 +32,15 @@ class Group:
     step: int
     weights: Float[Tensor, "chain weight"]
     statistics: Statistics
+    ahead: Float[Tensor, "chain weight"] | None = None
+    """The gradient of the next step, where it is known from the draw before it."""
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows."""
         self.chains = [self.chains[row] for row in keep]
         self.weights = self.weights[keep]
         self.statistics = {name: value[keep] for name, value in self.statistics.items()}
+        self.ahead = None if self.ahead is None else self.ahead[keep]
 
 
 class Walk(Protocol):
@@ -87,7 +89,6 @@ class Dynamics:
         self.center_gradient: Float[Tensor, " weight"] | None = None
         self.keeps_weights = False
         self.thermometer: Thermometer | None = None
-        self._ahead: dict[tuple[int, ...], tuple[int, Tensor]] = {}
         self._move: Callable[..., Statistics] = self._step
         self._pieces = 1
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
@@ -127,14 +128,13 @@ class Dynamics:
     def new_thermometer(self, most: int) -> Thermometer | None:
         """Return one with so many directions: gradients at draws of the localization alone. None where these are 0."""
         config, posterior, moving = self.config, self.config.posterior, self.model.moving
-        pull = posterior.localization + posterior.prior_precision
-        middle = self._center * (posterior.localization / pull) if pull else self._center
+        spread = posterior.localization**-0.5 if posterior.localization else 0.0
 
         def gradient(number: int) -> Tensor:
             chain = -2 * (number + 1)  # nobody's, and first of its pair where chains are antithetic
             weights = torch.empty_like(self._center)[None]
             for part, noise in randomness.noise(config.seed, [chain], 0, moving, self.model.device):
-                weights[:, part] = middle[part] + (noise / math.sqrt(pull) if pull else 0.0)
+                weights[:, part] = self._center[part] + spread * noise
             return self.gradient(Group([chain], 0, weights, {}))[0]
 
         directions = directions_of(gradient, most, moving.whole.total, self.model.crew) if most else None
@@ -174,8 +174,8 @@ class Dynamics:
         )
         if noise_first:
             blocks = list(blocks)
-        ahead, known = self._ahead.pop(tuple(group.chains), (None, None))
-        gradient = known if known is not None and ahead == group.step else self.gradient(group)
+        gradient = self.gradient(group) if group.ahead is None else group.ahead
+        group.ahead = None
         burning_in = group.step < config.burn_in
         before, after = group.statistics, {}
         mirrored = [row for row, chain in enumerate(group.chains) if chain != sources[row]]
@@ -226,10 +226,10 @@ class Dynamics:
         for name, observable in self._observables.items():
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
         if self.thermometer is not None:
+            # The last that is asked of the model before the next step: what it returns may be written over by another.
             gradient = self.gradient(group)
             seen["temperature"] = self.thermometer.read(group.weights, gradient)
-            if group.step != self.config.steps[-1]:  # it is the next step's, which is not to take it again
-                self._ahead[tuple(group.chains)] = group.step, gradient
+            group.ahead = gradient if group.step != self.config.steps[-1] else None
         if self.keeps_weights:
             # A copy, whole however the model is spread: the next step is made in place.
             seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])

@@ -176,8 +176,9 @@ class CovarianceRecorder:
         """Add the chain to the total, and write that."""
         self._stream.finish(chain)
         if (temperatures := self._temperatures.pop(chain, None)) is not None:
-            known = self._stream.sums.get("temperature", torch.empty(0, dtype=torch.float64))
-            self._stream.sums["temperature"] = torch.cat([known, torch.cat(temperatures).mean()[None]])
+            whole = torch.cat(temperatures)[None]
+            known = self._stream.sums.get("temperature", whole[:0])
+            self._stream.sums["temperature"] = torch.cat([known, whole])
         self._finished = [*self._finished, chain]
         recorded, expected = int(self._stream.sums["draws"]), self._draws * len(self._finished)
         if recorded != expected:

@@ -101,14 +101,17 @@ class Spread(Dynamics):
             for name, value in group.statistics.items()
         }
         torch.autograd.graph.increment_version(group.weights)
+        group.ahead = None
         group.step += steps
 
     def observe(
         self, group: Group, observers: Mapping[str, Observer] | None = None
     ) -> dict[str, Float[Tensor, "chain column"]]:
-        """Return the losses of every observed set, and every observable, at the group's weights."""
-        observe = super().observe
-        seen = self._each(lambda _, part: observe(part, observers), self._parts(group))
+        """Return the losses of every observed set, every observable, and the temperature, at the group's weights."""
+        observe, parts = super().observe, self._parts(group)
+        seen = self._each(lambda _, part: observe(part, observers), parts)
+        gradients = [part.ahead for part in parts if part.ahead is not None]
+        group.ahead = torch.cat(gradients) if gradients else None
         return {name: torch.cat([values[name] for values in seen]) for name in seen[0]}
 
     def _parts(self, group: Group) -> list[Group]:
@@ -122,6 +125,7 @@ class Spread(Dynamics):
                 group.step,
                 group.weights[part].data,
                 {name: value[part].data for name, value in group.statistics.items()},
+                None if group.ahead is None else group.ahead[part],
             )
             for part in rows
         ]

@@ -32,15 +32,18 @@ DIRECTIONS, STEPS_FOR_ONE = 8, 25
 MOST_NUMBERS = 1 << 30
 """In all directions together, in bfloat16: large models have fewer of them, and the largest of their first weights."""
 
-BLOCK = 1 << 24
+BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """So many weights are looked at at once: neither directions nor weights are copied as a whole."""
+
+SAME = 0.05
+"""What is left of a gradient along no direction so far, relatively: if less, it is mostly rounding."""
 
 
 class Thermometer:
     """Directions, and the temperature of weights along them.
 
     Args:
-        directions: orthogonal, or nearly so: each gives ‖v‖² by itself.
+        directions: each gives ‖v‖² by itself; orthogonal ones tell the most.
         center: w*.
         posterior: what the chains sample.
         crew: the processes that hold the weights.
@@ -54,7 +57,7 @@ class Thermometer:
         crew: Crew,
     ) -> None:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
-        sizes = [directions[:, part].double().square().sum() for part in _blocks(directions.shape[1])]
+        sizes = [directions[:, part].double().square().sum() for part in _blocks(directions)]
         self._squares = crew.sum(torch.stack(sizes).sum())
 
     def read(
@@ -62,12 +65,10 @@ class Thermometer:
     ) -> Float[Tensor, "chain 1"]:
         """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
         both = weights.new_zeros(2, len(weights), len(self.directions))
-        for part in _blocks(self.directions.shape[1]):
-            directions = self.directions[:, part].to(weights.dtype)
+        for part in _blocks(self.directions):
             potential = self._posterior.potential(self._center[part].to(weights.dtype))
             gradient = potential.gradient(weights[:, part], mean_loss_gradient[:, part].to(weights.dtype))
-            both[0] += (weights[:, part] - potential.center) @ directions.T
-            both[1] += gradient @ directions.T
+            both += torch.stack([weights[:, part] - potential.center, gradient]) @ self.directions[:, part].to(both).T
         moved, felt = self._crew.sum(both)
         return (moved * felt).sum(1, keepdim=True) / self._squares.to(weights.dtype)
 
@@ -88,27 +89,33 @@ def directions_of(
         weights: how many there are of these.
         crew: the processes that hold them.
     """
-    some, found = min(weights, MOST_NUMBERS), None
+    some, kept, found = min(weights, MOST_NUMBERS), 0, None
     count = max(1, min(most, weights, MOST_NUMBERS // weights))
     for number in range(count):
         new = gradient(number)[:some]
         if found is None:
             found = torch.zeros(count, len(new), dtype=torch.bfloat16, device=new.device)
-        if number:
-            overlap = _sum(crew, (found[:number, part].float() @ new[part].float() for part in _blocks(len(new))))
-            for part in _blocks(len(new)):
-                new[part] -= (overlap @ found[:number, part].float()).to(new.dtype)
-        size = math.sqrt(_sum(crew, (new[part].double().square().sum() for part in _blocks(len(new)))))
-        if not 0 < size < math.inf:
-            return None if number == 0 else found[:number]
-        for part in _blocks(len(new)):
-            found[number, part] = new[part] / size
-    return found
+        before = _size(crew, new)
+        if kept:
+            overlap = _sum(crew, (found[:kept, part].float() @ new[part].float() for part in _blocks(new)))
+            for part in _blocks(new):
+                new[part] -= (overlap @ found[:kept, part].float()).to(new.dtype)
+        size = _size(crew, new)
+        if SAME * before < size < math.inf:
+            for part in _blocks(new):
+                found[kept, part] = new[part] / size
+            kept += 1
+    return None if found is None or not kept else found[:kept]
+
+
+def _size(crew: Crew, vector: Float[Tensor, " weight"]) -> float:
+    return math.sqrt(_sum(crew, (vector[part].double().square().sum() for part in _blocks(vector))))
 
 
 def _sum(crew: Crew, parts: Iterator[Tensor]) -> Tensor:
     return crew.sum(torch.stack(list(parts)).sum(0))
 
 
-def _blocks(total: int) -> Iterator[slice]:
-    return (slice(start, min(start + BLOCK, total)) for start in range(0, max(1, total), BLOCK))
+def _blocks(vectors: Float[Tensor, "*some weight"]) -> Iterator[slice]:
+    total, length = vectors.shape[-1], BLOCKS.get(vectors.device.type, BLOCKS["cuda"])
+    return (slice(start, min(start + length, total)) for start in range(0, max(1, total), length))

@@ -132,14 +132,7 @@ def diagnose_sums(
         "between_chain_share": share,
         "effective_draws_by_share": (found["chains"] - 1) / share if share > 0 and found["chains"] > 1 else None,
         "local_learning_coefficient": learning_coefficient(config, manifest, rise, None),
-        "temperature": _temperature_of_chains(sums.get("temperature")),
+        "temperature": temperature(sums["temperature"].numpy() if "temperature" in sums else None),
         "unknown": ["r_hat", "ess", "drift", "agreement", "autocorrelation_time", "effective_draws"],
     }
     return found | {"verdict": judge(config, found)}
-
-
-def _temperature_of_chains(means: Tensor | None) -> dict[str, Any]:
-    """The mean of the chains' own, and its error from how they differ."""
-    if means is None or len(means) < 2:
-        return {"value": None, "standard_error": None}
-    return {"value": float(means.mean()), "standard_error": float(means.std() / len(means) ** 0.5)}
