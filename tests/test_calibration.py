@@ -288,7 +288,7 @@ def test_a_step_that_small_batches_make_hot_is_halved_until_it_is_not() -> None:
 def test_batches_so_small_that_no_step_is_worth_it_are_refused() -> None:
     task = small_classifier()
     message = (
-        r"^step_size: got a pilot that fails at 1e-06 still: .*as hot as they should be, expected chains that stay, without \d+ "
+        r"^step_size: got a pilot that fails at 1e-06 still: .*as hot as they should be.*, expected chains that stay, without \d+ "
         r"times the steps between draws; raise --batch-size, or lower --kappa$"
     )
     with pytest.raises(jostle.InputError, match=message):
@@ -434,11 +434,11 @@ def test_noise_of_a_seed_is_always_the_same() -> None:
         ({"n_beta": -1.0}, r"^n_beta: got -1\.0, expected a finite number that is not negative$"),
         (
             {"localization": 500.0, "rise": 0.2},
-            r"^rise: got 0\.2 beside localization 500, .* one of both; leave localization out .*, or rise to keep loc",
+            r"^rise: got 0\.2 beside localization 500, .* only one of the two; leave localization out .*, or rise to keep loc",
         ),
         (
             {"n_beta": 30.0, "kappa": 10.0},
-            r"^kappa: got 10 beside n_beta 30, which follows from it, expected one of both",
+            r"^kappa: got 10 beside n_beta 30, which follows from it, expected only one of the two",
         ),
         ({"n_beta": 30.0, "kappa": 0}, r"^kappa: got 0 beside n_beta 30, which follows"),
         (

@@ -92,9 +92,8 @@ PILOT_CHAINS, PILOT_DRAWS, PILOT_EXAMPLES = 2, 80, 64
 PILOT_FAULTS = ("failed chain", "runaway")
 """What a pilot is rejected for, of what diagnostics say of a run: what a smaller step mends. And for its heat:"""
 
-PILOT_HOT, PILOT_ERRORS = 1.1, 2.0
-"""How hot small batches may make it, and how sure that has to be: less of both than of a run. Their heat feeds itself,
-as gradients are noisier where it is hotter, and may break out late."""
+PILOT_ERRORS = 2.0
+"""So sure it has to be that it is too hot: less than of a run, which is not to be called so by chance."""
 
 MOST_TIMES_THE_STEPS = 8
 """Between draws, of what the longest step would take: where smaller steps do not help by then, larger batches do."""
@@ -256,7 +255,7 @@ def rule_for(
             raise InputError(
                 name,
                 got=f"{value:g} beside {other} {given:g}, which follows from it",
-                expected="one of both",
+                expected="only one of the two",
                 fix=f"leave {other} out to have it chosen, or {name} to keep {other}",
             )
     if control and n_beta:
@@ -526,10 +525,8 @@ def _pilot(
             rise, heat = found["rise"], found["temperature"]
             faults = [one["finding"] for one in found["verdict"]["reasons"] if one["kind"] in PILOT_FAULTS]
             hot, error = heat["value"], heat["standard_error"]
-            # RMSprop that goes on adapting is at about 1.1 at any step.
-            adapts = isinstance(settings["sampler"], RMSpropSGLD)
-            limit = PILOT_HOT if settings["batch_size"] < len(whole) and not adapts else HOT
-            if hot is not None and error is not None and hot > max(limit, 1 + PILOT_ERRORS * error):
-                faults.append(f"its chains are {hot:.3g} ± {error:.1g} times as hot as they should be")
+            if hot is not None and error is not None and hot > max(HOT, 1 + PILOT_ERRORS * error):
+                larger = " (a larger --batch-size helps more)" if settings["batch_size"] < len(whole) else ""
+                faults.append(f"its chains are {hot:.3g} ± {error:.1g} times as hot as they should be{larger}")
             fault = faults[0] if faults else None
     return {"fault": fault, "rise": rise, "temperature": heat, "seconds": time.perf_counter() - started}
