@@ -35,3 +35,6 @@ SPREAD_GROWTH = 6.0
 
 HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 3.0
 """Of the temperature, which is 1 at the target; and how far above 1 it has to lie, in its own standard errors."""
+
+FAR_TOO_HOT = 100.0
+"""From here on a quarter of the step is not enough of a change."""

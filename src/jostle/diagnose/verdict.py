@@ -17,6 +17,7 @@ from jostle.diagnose.thresholds import (
     AGREEMENT_UNRELIABLE,
     DRIFT_ERRORS,
     ENOUGH_DRAWS,
+    FAR_TOO_HOT,
     FEWEST_EFFECTIVE,
     HARDLY_RISEN,
     HOT,
@@ -130,9 +131,10 @@ def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> s
 def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
     failed, chains = found["failed_chains"], found["chains"]
     step_size = config["sampler"].get("step_size")
-    smaller = f"lower --step-size (to about {_two_digits(step_size / 4)})" if step_size else ""
+    times = 16 if (found.get("temperature", {}).get("value") or 0) > FAR_TOO_HOT else 4
+    smaller = f"lower --step-size (to about {_two_digits(step_size / times)})" if step_size else ""
     nearer = f"{smaller} or raise --localization" if step_size else "raise --localization"  # some rules have no step
-    shorter = _set(step_size=step_size / 4) if step_size else {}
+    shorter = _set(step_size=step_size / times) if step_size else {}
     for failure in failed:
         yield Reason(
             "unreliable" if 2 * len(failed) >= config["chains"] else "doubtful",
