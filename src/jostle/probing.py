@@ -211,17 +211,17 @@ def noise(model: FunctionalModel, seed: int, number: int) -> Float[Tensor, " wei
     return values
 
 
-def measured_rises(probe: Probe, localization: float, *, count: int, seed: int = 0) -> Float[np.ndarray, "pair sign"]:
-    """L̄(w* + ξ/√γ) − L̄(w*) and L̄(w* − ξ/√γ) − L̄(w*): in the mean of a pair is nothing of the gradient at w*."""
+def measured_rises(probe: Probe, localization: float, *, count: int, seed: int = 0) -> Float[np.ndarray, " pair"]:
+    """The mean of L̄(w* + ξ/√γ) − L̄(w*) and L̄(w* − ξ/√γ) − L̄(w*), in which is nothing of the gradient at w*."""
     center = probe.model.moving.center
     rises = []
     for number in range(count):
         jolt = noise(probe.model, seed, number + 1) / math.sqrt(localization)
-        rises.append([probe.mean_loss(center + sign * jolt) - probe.at_center for sign in (1, -1)])
+        rises.append(np.mean([probe.mean_loss(center + sign * jolt) for sign in (1, -1)]) - probe.at_center)
     return np.array(rises)
 
 
-def kept_rises(probe: Probe, localization: float, seed: int, count: int) -> Float[np.ndarray, "pair sign"]:
+def kept_rises(probe: Probe, localization: float, seed: int, count: int) -> Float[np.ndarray, " pair"]:
     """Measured now or before."""
     name = f"rises at localization {localization!r}, {count} pairs"
     return np.array(probe.measured(name, lambda: measured_rises(probe, localization, seed=seed, count=count).tolist()))
@@ -241,12 +241,12 @@ def kept_gradient_size(probe: Probe, localization: float, batch_size: int, seed:
     return probe.measured(f"size of gradients at localization {localization!r}", measure)
 
 
-def standard_error(rises: Float[np.ndarray, "pair sign"]) -> float:
+def standard_error(rises: Float[np.ndarray, " pair"]) -> float:
     """Of their mean, such that (mean − truth)/error has a variance of 1: that of a Student's t is (n − 1)/(n − 3)."""
     count = len(rises)
     if count <= 3:
         return math.inf
-    return float(rises.mean(1).std(ddof=1) * math.sqrt((count - 1) / (count - 3) / count))
+    return float(rises.std(ddof=1) * math.sqrt((count - 1) / (count - 3) / count))
 
 
 def in_float32(model: nn.Module) -> nn.Module:

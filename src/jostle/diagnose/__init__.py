@@ -1,8 +1,8 @@
 """Whether the scores of a run can be trusted: numbers, and a verdict in words.
 
-Everything is read off the recorded losses, in one pass and with bounded memory: the mean loss at every draw, and a
-few columns, evenly spaced. A trace shows what losses did; it cannot show what they did not visit. `docs/diagnostics.md`
-says what each number means, and why its thresholds are where they are.
+All but the temperature is read off the recorded losses, in one pass and with bounded memory: the mean loss at every
+draw, and a few columns, evenly spaced. A trace shows what losses did; it cannot show what they did not visit.
+`docs/diagnostics.md` says what each number means, and why its thresholds are where they are.
 """
 
 from __future__ import annotations
