@@ -31,6 +31,7 @@ import lzma
 import shutil
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any], train: Rows, 
                 else:
                     result = time_ekfac(model, shape, train, query, arguments.quick)
             except Exception as error:  # what does not run is a result
+                traceback.print_exc()
                 reason = str(error).splitlines()[0] if str(error) else ""
                 result = {"failed": f"{type(error).__name__}: {reason[:300]}"}
             if device == "cuda":

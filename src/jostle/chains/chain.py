@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class Dynamics:
         """Move a group by one step; its noise, which knows nothing of where it stands, may come before its gradient."""
         config, sources = self.config, self._sources(group.chains)
         blocks: Iterable[tuple[slice, Tensor]] = randomness.noise(
-            config.seed, sources, group.step, self.model.moving, self.model.device
+            config.seed, sources, group.step, self.model.moving, self.model.device, self.model.with_room
         )
         if noise_first:
             blocks = list(blocks)
@@ -187,7 +188,9 @@ class Dynamics:
             if mirrored:
                 noise[mirrored] *= -1
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
-            after = self._move(group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+            moved = (group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+            # Nothing is written before all that it takes is there, so that it can be done again.
+            after = self.model.with_room(functools.partial(self._move, *moved))
         torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
         # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.
         group.statistics = {name: before[name] if self._per_weight(before[name]) else after[name] for name in before}

@@ -9,12 +9,12 @@ weight depends on which others move.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ WORTH_THREADS = 1 << 17
 """From so many numbers on, several threads make a CPU's noise, each that of some chains."""
 
 
-@cache
+@functools.cache
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
     """Threads of this process, since a fork has none of its parent's."""
     return ThreadPoolExecutor(count, thread_name_prefix="jostle-noise")
@@ -70,11 +70,17 @@ def minibatches(seed: int, chains: Sequence[int], step: int, *, size: int, of: i
 
 
 def noise(
-    seed: int, chains: list[int], step: int, moving: MovingWeights, device: torch.device
+    seed: int,
+    chains: list[int],
+    step: int,
+    moving: MovingWeights,
+    device: torch.device,
+    with_room: Callable[[Callable[[], Tensor]], Tensor] = lambda make: make(),
 ) -> Iterator[tuple[slice, Float[Tensor, "chain weight"]]]:
     """Give standard normal numbers for one step of these chains, as blocks of weights.
 
-    On a CUDA device the weights come in blocks, so that the noise of a large model is never in memory as a whole.
+    On a CUDA device the weights come in blocks, so that the noise of a large model is never in memory as a whole;
+    ``with_room`` makes the tensor of a block.
     """
     if device.type == "cpu":
         values = torch.empty(len(chains), moving.total, dtype=moving.dtype).numpy()
@@ -100,7 +106,8 @@ def noise(
     places, given = moving.places(), 0
     for start in range(0, moving.whole.total, BLOCK):
         stop = min(start + BLOCK, moving.whole.total)
-        block = torch.empty(len(chains), stop - start, dtype=moving.dtype, device=device)
+        size = (len(chains), stop - start)
+        block = with_room(functools.partial(torch.empty, size, dtype=moving.dtype, device=device))
         for row, generator in zip(block, generators, strict=True):
             row.normal_(generator=generator)
         if moving.whole is not moving:

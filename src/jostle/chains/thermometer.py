@@ -32,8 +32,8 @@ DIRECTIONS, STEPS_FOR_ONE = 8, 25
 MOST_NUMBERS = 1 << 30
 """In all directions together, in bfloat16: large models have fewer of them, and the largest of their first weights."""
 
-BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""So many weights are looked at at once: neither directions nor weights are copied as a whole."""
+BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""So many numbers are looked at at once, which caches have room for: nothing is copied as a whole."""
 
 SAME = 0.05
 """What is left of a gradient along no direction so far, relatively: if less, it is mostly rounding."""
@@ -57,8 +57,9 @@ class Thermometer:
         crew: Crew,
     ) -> None:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
-        sizes = [directions[:, part].double().square().sum() for part in _blocks(directions)]
-        self._squares = crew.sum(torch.stack(sizes).sum())
+        wide = ((directions[:, part].double(), center[part].double()) for part in _blocks(directions))
+        found = [torch.stack([vectors.square().sum(1), vectors @ at]) for vectors, at in wide]
+        self._squares, self._center_along = crew.sum(torch.stack(found).sum(0))
 
     def read(
         self, weights: Float[Tensor, "chain weight"], mean_loss_gradient: Float[Tensor, "chain weight"]
@@ -66,11 +67,14 @@ class Thermometer:
         """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
         both = weights.new_zeros(2, len(weights), len(self.directions))
         for part in _blocks(self.directions):
-            potential = self._posterior.potential(self._center[part].to(weights.dtype))
-            gradient = potential.gradient(weights[:, part], mean_loss_gradient[:, part].to(weights.dtype))
-            both += torch.stack([weights[:, part] - potential.center, gradient]) @ self.directions[:, part].to(both).T
-        moved, felt = self._crew.sum(both)
-        return (moved * felt).sum(1, keepdim=True) / self._squares.to(weights.dtype)
+            away = weights[:, part] - self._center[part]
+            for sums, vectors in zip(both, (away, mean_loss_gradient[:, part].to(away)), strict=True):
+                # Not as a product of matrices, for which a GPU takes far longer where one side is so narrow.
+                sums += (self.directions[:, part] * vectors[:, None]).sum(2)
+        moved, slope = self._crew.sum(both).double()
+        # The potential's gradient is linear in all of these, and so it is along a direction what it is as a whole.
+        along = self._posterior.potential(self._center_along).gradient(self._center_along + moved, slope)
+        return ((moved * along).sum(1, keepdim=True) / self._squares.sum()).to(weights.dtype)
 
 
 def how_many(config: Config) -> int:
@@ -117,5 +121,6 @@ def _sum(crew: Crew, parts: Iterator[Tensor]) -> Tensor:
 
 
 def _blocks(vectors: Float[Tensor, "*some weight"]) -> Iterator[slice]:
-    total, length = vectors.shape[-1], BLOCKS.get(vectors.device.type, BLOCKS["cuda"])
+    total, rows = vectors.shape[-1], vectors.shape[:-1].numel()
+    length = max(1, BLOCKS.get(vectors.device.type, BLOCKS["cuda"]) // rows)
     return (slice(start, min(start + length, total)) for start in range(0, max(1, total), length))

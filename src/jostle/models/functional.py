@@ -8,8 +8,9 @@ at w*, and everything can be differentiated. `SideBySide` gives a group of chain
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +23,10 @@ from jostle.losses import Batch, Loss, at_least_float32
 from jostle.models.weights import MovingWeights
 from jostle.ranks import Crew
 
+log = logging.getLogger("jostle")
+
 Observable = Callable[[nn.Module], Tensor]
+Result = TypeVar("Result")
 
 
 class ObservedBatch(NamedTuple):
@@ -117,6 +121,15 @@ class FunctionalModel:
         """Give back what is kept for speed alone, when memory has run out."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def with_room(self, make: Callable[[], Result]) -> Result:
+        """Return what a function makes; when memory runs out, once more without what is kept for speed alone."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return make()
+        # Only here: an error that is being handled holds on to the memory of what failed.
+        self.free_memory()
+        log.warning("out of memory: nothing is kept for speed any more")
+        return make()
 
     def plain_kernels(self) -> contextlib.AbstractContextManager[None]:
         """Do without cuDNN where it has no backward pass."""
