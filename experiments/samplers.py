@@ -403,8 +403,9 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [name for name in measured if measured[name].get("summary", {}).get("table")]
-    figure = Figure(figsize=(12, 0.7 + 4.0 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row", sharex="row")
+    heights = [1.2 + 0.24 * len(measured[name]["summary"]["table"]) for name in names]
+    figure = Figure(figsize=(12, 0.7 + sum(heights)), layout="constrained")
+    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row", sharex="row", height_ratios=heights)
     colours = dict(zip(COSTS, ("#E69F00", "#0072B2", "#009E73"), strict=True))
     for line, name in zip(panels, names, strict=True):
         table, baselines = measured[name]["summary"]["table"], measured[name]["baselines"]

@@ -105,6 +105,7 @@ def test_large_models_have_fewer_directions_of_fewer_weights(monkeypatch: pytest
     step, value = 3.95 / LARGEST, {}
     for most in (1 << 30, 500, 150):
         monkeypatch.setattr(thermometer, "MOST_NUMBERS", most)
+        monkeypatch.setattr(thermometer, "SEVERAL", most)
         monkeypatch.setitem(thermometer.BLOCKS, "cpu", 64)
         found = sample_run(FLAT, step, thin=20).diagnostics(support=False)["temperature"]
         value[most] = found["value"]

@@ -29,8 +29,8 @@ from jostle.ranks import Crew
 DIRECTIONS, STEPS_FOR_ONE = 8, 25
 """More would lean less and less towards where chains are heated; and each takes a gradient when the run begins."""
 
-MOST_NUMBERS = 1 << 30
-"""In all directions together, in bfloat16: large models have fewer of them, and the largest of their first weights."""
+MOST_NUMBERS, SEVERAL = 1 << 30, 1 << 28
+"""In one direction, in bfloat16, and in several together: large models have one, the largest of their first weights."""
 
 BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """So many numbers are looked at at once, which caches have room for: nothing is copied as a whole."""
@@ -94,7 +94,7 @@ def directions_of(
         crew: the processes that hold them.
     """
     some, kept, found = min(weights, MOST_NUMBERS), 0, None
-    count = max(1, min(most, weights, MOST_NUMBERS // weights))
+    count = max(1, min(most, weights, SEVERAL // weights))
     for number in range(count):
         new = gradient(number)[:some]
         if found is None:

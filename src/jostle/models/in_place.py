@@ -241,6 +241,10 @@ class InPlace(FunctionalModel):
 
     def free_memory(self) -> None:
         """Give back what is kept for speed alone: no more CUDA graphs, each of which holds its working memory."""
+        if self.device.type == "cuda":
+            # The memory of a recording belongs to the stream that it was made on, and is taken apart when that one has
+            # nothing to do; but it is replayed on another.
+            torch.cuda.synchronize(self.device)
         self._graphs = None
         self._prefix.forget()
         super().free_memory()
