@@ -27,7 +27,7 @@ RECORDS = pytest.StashKey[dict[str, Any]]()
 
 LONGEST = (
     "ways", "survival", "sharding", "cli", "ground_truth", "ranks", "calibration", "digits_retraining",
-    "retraining_experiments", "attributors", "viewer", "evaluate", "language_demo", "diagnose", "fuzz", "stores",
+    "retraining_experiments", "attributors", "viewer", "evaluate", "language_demo", "thermometer", "diagnose", "fuzz", "stores",
 )  # fmt: skip
 """Files of tests that take longest, which begin first: whoever takes one last would keep all other cores waiting."""
 

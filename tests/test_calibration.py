@@ -323,7 +323,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 ) -> None:
     """Twice interrupted: while the rise is sought, and in the pilot."""
     problem, passes, interrupted_in = linear(), 0, ""
-    settings: Any = {"loss": REGRESSION, "rise": 0.2, "batch_size": 25, "progress": False}
+    settings: Any = {"loss": REGRESSION, "rise": 0.2, "batch_size": 60, "progress": False}
     measured = probing.Measured.__call__
 
     def interruptible(self: Any, name: str, measure: Any) -> Any:
@@ -492,6 +492,10 @@ def build():
 """
 
 
+WHOLE = ["--batch-size", "200"]
+"""Small ones take the pilot many steps."""
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> list[str]:
     (tmp_path / "mine.py").write_text(TASK)
@@ -584,7 +588,7 @@ def test_the_control_without_a_gradient_given_again_is_the_same_run(
         ([], ["--kappa", "0"], "sampler.name BAOAB there, Gaussian now"),
         ([], ["--friction", "2"], "sampler.friction 1.0 there, 2.0 now"),
         ([], ["--localization", "500"], "localization not asked for there, 500.0 now; rise 0.3 there, not asked for now"),
-        (["--localization", "500"], [], "rise not asked for there, 0.3 now; localization 500.0 there, not asked for now"),
+        (["--localization", "500", *WHOLE], WHOLE, "rise not asked for there, 0.3 now; localization 500.0 there, not asked for now"),
         ([], ["--seed", "5"], "seed 0 there, 5 now"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -616,7 +620,7 @@ def test_the_same_in_other_words_is_the_same_run(words: list[str], calibrated: P
 
 
 def test_a_step_that_the_pilot_halved_is_the_same_when_it_is_asked_for_again(task: list[str], tmp_path: Path) -> None:
-    step = ["--localization", "100", "--n-beta", "300", "--step-size", "0.03"]
+    step = ["--localization", "100", "--n-beta", "300", "--step-size", "0.03", *WHOLE]
     command = ["run", tmp_path / "run", *task, "--auto", "--sampler", "sgld", *step]
     assert jostle_command(*command).exit_code == 0
     assert jostle.load(tmp_path / "run").config["sampler"]["step_size"] < 0.03
