@@ -185,6 +185,17 @@ def test_a_step_just_below_the_stable_one_is_too_hot() -> None:
 
 
 @pytest.mark.usefixtures("fewer_series")
+def test_the_step_and_the_thinning_that_hot_chains_are_told_are_enough() -> None:
+    hot = judge(3.8 / LARGEST)
+    asked = hot[0]["verdict"]["settings"]
+    assert asked["thin"] == pytest.approx(8 * GOOD["thin"], rel=0.05)  # SGLD forgets in proportion
+    followed = judge(asked["step_size"], thin=int(asked["thin"]), burn_in=int(asked["burn_in"]))
+    assert all(not kinds(found) for found in followed)
+    before, after = (np.mean([found["effective_draws"] for found in each]) for each in (hot, followed))
+    assert after > 0.8 * before
+
+
+@pytest.mark.usefixtures("fewer_series")
 @pytest.mark.parametrize("burn_in", [0, 60])
 def test_tiny_steps_without_thinning_have_hardly_left(burn_in: int) -> None:
     for found in judge(0.01 / LARGEST, thin=1, burn_in=burn_in):

@@ -14,8 +14,8 @@ AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 1 / 2, 1 / 3
 """Of scores from halves of the draws. By Spearman and Brown's formula 2r/(1 + r), two thirds and one half of the
 differences between the scores from all draws are then signal."""
 
-MOST_TIMES_THE_DRAWS = 20
-"""Who would need more draws than this many times those there are is told something else."""
+LEAST_TIMES_THE_DRAWS, MOST_TIMES_THE_DRAWS = 1.5, 20
+"""Whoever needs more draws is told to take so many times those there are; beyond the second, something else."""
 
 DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""
@@ -37,4 +37,4 @@ HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 3.0
 """Of the temperature, which is 1 at the target; and how far above 1 it has to lie, in its own standard errors."""
 
 FAR_TOO_HOT = 100.0
-"""From here on a quarter of the step is not enough of a change."""
+"""From here on an eighth of the step is not enough of a change."""

@@ -22,6 +22,7 @@ from jostle.diagnose.thresholds import (
     HARDLY_RISEN,
     HOT,
     HOT_ERRORS,
+    LEAST_TIMES_THE_DRAWS,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
     R_HAT_UNRELIABLE,
@@ -131,7 +132,8 @@ def _summary(level: Level, reasons: list[Reason], found: Mapping[str, Any]) -> s
 def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
     failed, chains = found["failed_chains"], found["chains"]
     step_size = config["sampler"].get("step_size")
-    times = 16 if (found.get("temperature", {}).get("value") or 0) > FAR_TOO_HOT else 4
+    heat = found.get("temperature", {}).get("value") or 0.0
+    times = 16 if heat > FAR_TOO_HOT else 8 if heat > TOO_HOT else 4
     smaller = f"lower --step-size (to about {_two_digits(step_size / times)})" if step_size else ""
     nearer = f"{smaller} or raise --localization" if step_size else "raise --localization"  # some rules have no step
     shorter = _set(step_size=step_size / times) if step_size else {}
@@ -195,7 +197,7 @@ def _unstable(
         else:
             finding = f"chain {_listed(away)} runs away late (mean loss {where})"
         yield Reason("unreliable", "runaway", trail["excess"], finding, smaller, shorter)
-    if not away:
+    else:
         yield from _heated(config, found, smaller, shorter)
     rise, center = found["rise"], abs(found["mean_loss_at_center"] or 0.0)
     if rise > max(RISE_DOUBTFUL, center / 2):
@@ -216,14 +218,20 @@ def _heated(
     heat, error = found["temperature"]["value"], found["temperature"]["standard_error"]
     if heat is not None and error is not None and heat > max(HOT, 1 + HOT_ERRORS * error):
         small = found["sampled_from"] is None or config["batch_size"] < found["sampled_from"]
+        # As many draws are worth as much after a shorter step where there are as many more of them in between.
+        before, after = (
+            memory_in_steps({**config, "sampler": {**config["sampler"], **step}}) for step in ({}, shorter)
+        )
+        slower = after / before if before and after else config["sampler"]["step_size"] / shorter["step_size"]
+        thin = slower * config["thin"]
         yield Reason(
             "unreliable" if heat > TOO_HOT else "doubtful",
             "too hot",
             heat,
             f"the chains are {heat:.3g} ± {error:.1g} times as hot as what they should sample: the "
             f"step{' or the noise of small batches' if small else ''} heats them",
-            f"{smaller}, or raise --batch-size" if small else smaller,
-            shorter,
+            f"{smaller} and raise --thin (to about {_two_digits(thin)}){', or raise --batch-size' if small else ''}",
+            {**shorter, **_set(thin=thin), **(_set(burn_in=slower * config["burn_in"]) if config["burn_in"] else {})},
         )
 
 
@@ -405,7 +413,9 @@ def _more_draws(config: Mapping[str, Any], found: Mapping[str, Any], agreed: flo
         return f"raise --draws to {_two_digits(config['draws'] * ENOUGH_DRAWS / effective)}, or --thin", {}
     if factor > MOST_TIMES_THE_DRAWS:
         return "lower --localization or move other --weights, rather than draw more: their scores hardly differ", {}
-    return f"raise --draws to about {_two_digits(config['draws'] * factor)}", _set(draws=config["draws"] * factor)
+    # Agreement is itself a guess: who is told to draw a little more would be told so again.
+    draws = max(LEAST_TIMES_THE_DRAWS, factor) * config["draws"]
+    return f"raise --draws to about {_two_digits(draws)}", _set(draws=draws)
 
 
 def _without_traces(found: Mapping[str, Any]) -> Reason:
