@@ -26,8 +26,9 @@ RECORDS = pytest.StashKey[dict[str, Any]]()
 
 
 LONGEST = (
-    "ways", "survival", "sharding", "cli", "ground_truth", "ranks", "calibration", "digits_retraining",
-    "retraining_experiments", "attributors", "viewer", "evaluate", "language_demo", "thermometer", "diagnose", "fuzz", "stores",
+    "ways", "ranks", "sharding", "survival", "calibration", "retraining_experiments", "cli", "thermometer", "ground_truth",
+    "viewer", "evaluate", "invariance", "attributors", "sweep", "stores", "digits_retraining", "diagnose", "language_demo",
+    "fuzz",
 )  # fmt: skip
 """Files of tests that take longest, which begin first: whoever takes one last would keep all other cores waiting."""
 
