@@ -154,10 +154,15 @@ class Moves:
 
 def _directions(values: Tensor, total: float, *, squared: bool) -> tuple[Tensor, Tensor]:
     """Eigenvectors and eigenvalues of ZZᵀ, given it or Z; not those that are rounding, of them or of a ``total``."""
-    if squared or values.shape[1] >= len(values):
-        sizes, directions = torch.linalg.eigh(values if squared else values @ values.T)
-    else:
-        sizes, mixtures = torch.linalg.eigh(values.T @ values)
+    wide = squared or values.shape[1] >= len(values)
+    products = values if squared else values @ values.T if wide else values.T @ values
+    if not torch.isfinite(products).all():
+        raise InputError(
+            "kappa", got="losses so large that their products are infinite", expected="chains that stay near w*"
+        )
+    sizes, directions = torch.linalg.eigh(products)
+    if not wide:
+        mixtures = directions
         directions = values @ mixtures / sizes.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     real = sizes > max(float(sizes[-1]), total) * 1e-12
     return directions[:, real], sizes[real]

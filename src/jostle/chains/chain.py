@@ -189,7 +189,7 @@ class Dynamics:
                 noise[mirrored] *= -1
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
             moved = (group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
-            # Nothing is written before all that it takes is there, so that it can be done again.
+            # A step writes when all is computed, so that one that found no room can be made again.
             after = self.model.with_room(functools.partial(self._move, *moved))
         torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
         # Statistics of single weights were moved in place, block by block; those of whole chains come from the last.

@@ -29,8 +29,9 @@ from jostle.ranks import Crew
 DIRECTIONS, STEPS_FOR_ONE = 8, 25
 """More would lean less and less towards where chains are heated; and each takes a gradient when the run begins."""
 
-MOST_NUMBERS, SEVERAL = 1 << 30, 1 << 28
-"""In one direction, in bfloat16, and in several together: large models have one, the largest of their first weights."""
+MOST_IN_ONE, MOST_TOGETHER = 1 << 30, 1 << 28
+"""Numbers in one direction, in bfloat16, and in several together: large models have one, the largest of their first
+weights."""
 
 BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """So many numbers are looked at at once, which caches have room for: nothing is copied as a whole."""
@@ -59,22 +60,25 @@ class Thermometer:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
         wide = ((directions[:, part].double(), center[part].double()) for part in _blocks(directions))
         found = [torch.stack([vectors.square().sum(1), vectors @ at]) for vectors, at in wide]
-        self._squares, self._center_along = crew.sum(torch.stack(found).sum(0))
+        squares, self._center_along = crew.sum(torch.stack(found).sum(0))
+        self._squares = squares.sum()
 
     def read(
         self, weights: Float[Tensor, "chain weight"], mean_loss_gradient: Float[Tensor, "chain weight"]
     ) -> Float[Tensor, "chain 1"]:
         """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
         both = weights.new_zeros(2, len(weights), len(self.directions))
-        for part in _blocks(self.directions):
+        for part in _blocks(self.directions, len(weights) * len(self.directions) if weights.is_cuda else 1):
+            directions = self.directions[:, part]
             away = weights[:, part] - self._center[part]
             for sums, vectors in zip(both, (away, mean_loss_gradient[:, part].to(away)), strict=True):
-                # Not as a product of matrices, for which a GPU takes far longer where one side is so narrow.
-                sums += (self.directions[:, part] * vectors[:, None]).sum(2)
+                # A GPU takes far longer for a product of matrices where these are so narrow, a CPU for anything else.
+                on_gpu = weights.is_cuda
+                sums += (directions * vectors[:, None]).sum(2) if on_gpu else vectors @ directions.to(vectors).T
         moved, slope = self._crew.sum(both).double()
         # The potential's gradient is linear in all of these, and so it is along a direction what it is as a whole.
         along = self._posterior.potential(self._center_along).gradient(self._center_along + moved, slope)
-        return ((moved * along).sum(1, keepdim=True) / self._squares.sum()).to(weights.dtype)
+        return ((moved * along).sum(1, keepdim=True) / self._squares).to(weights.dtype)
 
 
 def how_many(config: Config) -> int:
@@ -93,8 +97,8 @@ def directions_of(
         weights: how many there are of these.
         crew: the processes that hold them.
     """
-    some, kept, found = min(weights, MOST_NUMBERS), 0, None
-    count = max(1, min(most, weights, SEVERAL // weights))
+    some, kept, found = min(weights, MOST_IN_ONE), 0, None
+    count = max(1, min(most, weights, MOST_TOGETHER // weights))
     for number in range(count):
         new = gradient(number)[:some]
         if found is None:
@@ -120,7 +124,6 @@ def _sum(crew: Crew, parts: Iterator[Tensor]) -> Tensor:
     return crew.sum(torch.stack(list(parts)).sum(0))
 
 
-def _blocks(vectors: Float[Tensor, "*some weight"]) -> Iterator[slice]:
-    total, rows = vectors.shape[-1], vectors.shape[:-1].numel()
-    length = max(1, BLOCKS.get(vectors.device.type, BLOCKS["cuda"]) // rows)
+def _blocks(vectors: Float[Tensor, "*some weight"], rows: int = 1) -> Iterator[slice]:
+    total, length = vectors.shape[-1], max(1, BLOCKS.get(vectors.device.type, BLOCKS["cuda"]) // rows)
     return (slice(start, min(start + length, total)) for start in range(0, max(1, total), length))

@@ -15,7 +15,7 @@ AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 1 / 2, 1 / 3
 differences between the scores from all draws are then signal."""
 
 LEAST_TIMES_THE_DRAWS, MOST_TIMES_THE_DRAWS = 1.5, 20
-"""Whoever needs more draws is told to take so many times those there are; beyond the second, something else."""
+"""So many times the draws there are is the least that anyone is told to take; beyond the most, another thing."""
 
 DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""

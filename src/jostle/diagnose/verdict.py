@@ -102,13 +102,15 @@ def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) ->
     settings = verdict["settings"]
     if not settings or "source" not in config:
         return None
-    flags = " ".join(f"--{name.replace('_', '-')} {value:.15g}" for name, value in settings.items())
+    flags = " ".join(f"{_flag(name)} {value:.15g}" for name, value in settings.items())
     # A run that stops by itself has had what it wanted, and takes no more draws; another one would stop there, too.
     stops = [f"--{name} none" for name in ("until", "minutes") if config.get(name)]
     if settings.keys() <= {"draws", "chains"} and not stops:
         return f"jostle extend {shlex.quote(str(out))} {flags}"
     if "draws" in settings:
         flags = " ".join([flags, *stops])
+    elif "thin" in settings and config.get("minutes"):  # in which there would be fewer of them
+        flags += " --minutes none"
     number = next(number for number in itertools.count(2) if not Path(f"{out}-{number}").exists())
     places = [shlex.quote(f"{out}-{number}"), "--config", shlex.quote(str(out / "config.yaml"))]
     return f"jostle run {' '.join(places)} {flags}"
@@ -218,20 +220,24 @@ def _heated(
     heat, error = found["temperature"]["value"], found["temperature"]["standard_error"]
     if heat is not None and error is not None and heat > max(HOT, 1 + HOT_ERRORS * error):
         small = found["sampled_from"] is None or config["batch_size"] < found["sampled_from"]
-        # As many draws are worth as much after a shorter step where there are as many more of them in between.
-        before, after = (
-            memory_in_steps({**config, "sampler": {**config["sampler"], **step}}) for step in ({}, shorter)
-        )
-        slower = after / before if before and after else config["sampler"]["step_size"] / shorter["step_size"]
-        thin = slower * config["thin"]
+        advice, settings = smaller, shorter
+        if shorter:
+            # A draw is worth as much after shorter steps where there are as many more of them before it.
+            before, after = (
+                memory_in_steps({**config, "sampler": {**config["sampler"], **step}}) for step in ({}, shorter)
+            )
+            slower = after / before if before and after else config["sampler"]["step_size"] / shorter["step_size"]
+            longer = {name: slower * config[name] for name in ("thin", "burn_in") if config[name]}
+            advice = ", ".join([smaller, *(f"{_flag(name)} {_two_digits(value)}" for name, value in longer.items())])
+            settings = {**shorter, **_set(**longer)}
         yield Reason(
             "unreliable" if heat > TOO_HOT else "doubtful",
             "too hot",
             heat,
             f"the chains are {heat:.3g} ± {error:.1g} times as hot as what they should sample: the "
             f"step{' or the noise of small batches' if small else ''} heats them",
-            f"{smaller} and raise --thin (to about {_two_digits(thin)}){', or raise --batch-size' if small else ''}",
-            {**shorter, **_set(thin=thin), **(_set(burn_in=slower * config["burn_in"]) if config["burn_in"] else {})},
+            f"{advice}; or raise --batch-size" if small else advice,
+            settings,
         )
 
 
@@ -440,6 +446,10 @@ def _two_digits(value: float) -> str:
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     rounded = math.ceil(value / unit - 1e-9) * unit
     return f"{rounded:.2g}" if rounded < 1 else f"{math.ceil(rounded - 1e-9):d}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _set(**settings: float) -> dict[str, float]:

@@ -56,6 +56,7 @@ class FunctionalModel:
     def __init__(self, model: nn.Module, moving: MovingWeights, *, bfloat16: bool = False) -> None:
         self.model, self.moving, self.crew = model, moving, Crew()
         self.bfloat16 = bfloat16
+        self._said_short = False
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
         self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -128,7 +129,9 @@ class FunctionalModel:
             return make()
         # Only here: an error that is being handled holds on to the memory of what failed.
         self.free_memory()
-        log.warning("out of memory: nothing is kept for speed any more")
+        if not self._said_short:
+            log.warning("out of memory: what is kept for speed alone is given up from here on")
+            self._said_short = True
         return make()
 
     def plain_kernels(self) -> contextlib.AbstractContextManager[None]:
