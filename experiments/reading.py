@@ -5,8 +5,9 @@
 The draws are independent Gaussian perturbations, without any gradient, at two rises of the mean loss. They are read as
 they are and with the training losses held, at several κ (`jostle.conditioning`), and the scores judged by the LDS of a
 bank of retrainings: on the models of `experiments.resolution`, on which the idea was tried out, and on models it was
-not tried on, those of `experiments.calibration` and the ridge regression of `experiments.samplers`. Beside them:
-gradients, EK-FAC at kronfluence's own damping, and chains that were sampled at κ = 10, as `jostle.calibrate` has it,
+not tried on, those of `experiments.calibration` and the ridge regression of `experiments.samplers`. Beside them: what
+such draws tend to near w*, in closed form (`jostle.attributors.FirstOrder`), read at the same κ; gradients; EK-FAC at
+kronfluence's own damping; and chains that were sampled at κ = 10, as `jostle.calibrate` has it,
 for which a gradient is taken at every step. Called again it goes on where it stood.
 """
 
@@ -27,7 +28,7 @@ from experiments import calibration, resolution, samplers
 from experiments.kept import mean_losses
 from experiments.resolution import Problem, Trainer, halves, lds_over_queries
 from experiments.retraining import Budget, Record, measure_each
-from jostle.attributors import ekfac, gradient_similarity
+from jostle.attributors import FirstOrder, ekfac, gradient_similarity
 from jostle.conditioning import Conditioned, Moves
 from jostle.data.datasets import Data
 from jostle.diagnose.plots import CHAIN_COLOURS
@@ -38,7 +39,8 @@ from jostle.losses import Loss
 KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
-SAMPLED = "sampled at κ = 10"
+SAMPLED, FIRST_ORDER = "sampled at κ = 10", "first order, no draws"
+KINDS = ("covariance", "correlation")
 
 
 class Case(NamedTuple):
@@ -105,6 +107,16 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
             except jostle.InputError as error:  # a loss or a layer that a method does not know
                 kept["baselines"][method] = {"fault": str(error)}
             record.write()
+    if FIRST_ORDER not in kept:
+        limit = FirstOrder(case.model, case.train, case.query, loss=case.loss)
+        kept[FIRST_ORDER] = {
+            kind: {
+                f"{kappa:g}": lds_over_queries(
+                    case.bank, limit.influence(kappa=kappa, normalize=kind == "correlation")
+                ) for kappa in KAPPAS
+            } for kind in KINDS
+        }  # fmt: skip
+        record.write()
     cells = [(f"rise {rise:g}", {"rise": rise, "kappa": 0.0}, seed) for seed in range(seeds) for rise in RISES]
     for label, settings, seed in [*cells, (SAMPLED, {}, 0)]:
         key = f"{label}, seed {seed}"
@@ -187,6 +199,9 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
             cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in found.values()]
             lines.append(f"| {name}, {rise:g} nats | {' | '.join(first)} | {' | '.join(cells)} |")
             first = ["", "", ""]
+        if FIRST_ORDER in kept:
+            cells = [f"{found['lds']:.3f}" for found in kept[FIRST_ORDER][kind].values()]
+            lines.append(f"| {name}, {FIRST_ORDER} | {' | '.join(first)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -206,6 +221,9 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
                     places, [mean for mean, _ in found.values()], [error for _, error in found.values()], marker="o",
                     markersize=4, color=colour, label=f"no gradient, {rise:g} nats", capsize=2,
                 )  # fmt: skip
+        if FIRST_ORDER in kept:
+            limit = [found["lds"] for found in kept[FIRST_ORDER]["covariance"].values()]
+            axes.plot(places, limit, marker="s", markersize=4, color=CHAIN_COLOURS[2], label=FIRST_ORDER)
         sampled = mean_over_seeds(kept, SAMPLED, "covariance")
         if sampled:
             axes.plot(places[0], sampled[0.0][0], marker="*", markersize=11, color="black", linestyle="", label=SAMPLED)
@@ -222,7 +240,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     figure.supxlabel("κ at which the draws are read (0: as they were sampled)", fontsize=10)
     figure.supylabel("LDS of covariances", fontsize=10)
     labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=6, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -238,7 +256,7 @@ def main() -> None:
             measure(name, given.work, record, budget)
 
     measured = measure_each(parser, "reading", CASES, {"chains": CHAINS, "draws": DRAWS}, measure_one, draw)
-    for kind in ("covariance", "correlation"):
+    for kind in KINDS:
         print(f"\n{markdown(measured, kind)}", flush=True)
 
 

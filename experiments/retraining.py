@@ -29,7 +29,7 @@ from torch import nn
 import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
-from jostle.attributors import ekfac, gradient_similarity, trak
+from jostle.attributors import FirstOrder, ekfac, gradient_similarity, trak
 from jostle.conditioning import Moves
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -47,7 +47,9 @@ draws without a gradient."""
 READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
-METHODS = ("gradients", "trak", "ekfac", "bif")
+METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
+FIRST_ORDER_AT = (READ_AT, 100.0, 1000.0)
+"""Without the noise of draws, larger κ can be looked at, too."""
 RECORDS = Path(__file__).parent / "records"
 
 Result = TypeVar("Result")
@@ -137,6 +139,7 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
+        groups["first-order"] = {"first order": lambda: self._first_order(buffer)}
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -168,6 +171,17 @@ class Setting:
         for group in self.methods:
             jobs |= groups[group]
         return jobs
+
+    def _first_order(self, buffer_bytes: int) -> dict[str, Scores]:
+        """What draws without a gradient tend to near w*."""
+        limit = FirstOrder(
+            self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
+            buffer_bytes=buffer_bytes,
+        )  # fmt: skip
+        return {
+            f"first order, {kind}, read at κ = {kappa:g}": limit.influence(kappa=kappa, normalize=kind == "correlation")
+            for kappa, kind in itertools.product(FIRST_ORDER_AT, ("covariance", "correlation"))
+        }
 
     def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:
         """Settings for a rule, from measurements of the model; what is given is kept."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import jostle
 from architectures import tiny
 from jostle.attributors import (
+    FirstOrder,
     bm25,
     ekfac,
     ekfac_self_influence,
@@ -64,6 +65,61 @@ def test_gradient_similarity(cosine: bool, buffer_bytes: int) -> None:
     # An example helps itself.
     same = gradient_similarity(model, train, train, cosine=cosine).values
     assert (np.diag(same) < 0).all()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kappa", [0.0, 3.0, 1000.0])
+def test_first_order_is_an_influence_function(normalize: bool, kappa: float) -> None:
+    """−G(I + GᵀG/λ)⁻¹gⱼ in the space of weights, where Jostle solves in that of examples."""
+    model = classifier()
+    train, query = examples(23, 1), examples(9, 2)
+    found = FirstOrder(model, train, query).influence(kappa=kappa, normalize=normalize)
+    left, right = (
+        gradients_by_hand(
+            model, list(nn.functional.cross_entropy(model(x), y, reduction="none")), list(model.parameters())
+        ).astype(float)
+        for x, y in (train, query)
+    )
+    precision = np.eye(left.shape[1])
+    if kappa:
+        precision += kappa / np.linalg.eigvalsh(left @ left.T)[-1] * left.T @ left
+    covariance = np.linalg.inv(precision)
+    expected = left @ covariance @ right.T
+    if normalize:
+        spreads = [np.sqrt(np.einsum("iw,wv,iv->i", side, covariance, side)) for side in (left, right)]
+        expected /= np.outer(*spreads)
+    np.testing.assert_allclose(found.values, -expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+
+
+def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
+    """Both as they are and read at κ = 10, to their Monte Carlo error; farther away there is more than that."""
+    model = classifier()
+    train, query = examples(5, 1), examples(4, 2)
+    limit, distances = FirstOrder(model, train, query), {}
+    for localization in (1e6, 5.0):
+        run = jostle.attribute(
+            model, train, query, sampler=jostle.Gaussian(), progress=False, chains=8, draws=500,
+            posterior=jostle.Posterior(n_beta=0, localization=localization),
+        )  # fmt: skip
+        for kappa in (0.0, 10.0):
+            scores = run.influence(normalize=True, kappa=kappa, standard_error=True)
+            expected = limit.influence(normalize=True, kappa=kappa)
+            assert scores.standard_error is not None
+            away = (scores.values - expected.values) / scores.standard_error
+            distances[localization, kappa] = float(np.sqrt((away**2).mean()))
+    assert max(distances[1e6, kappa] for kappa in (0.0, 10.0)) < 1.6
+    assert min(distances[5.0, kappa] for kappa in (0.0, 10.0)) > 3
+
+
+def test_first_order_refuses() -> None:
+    limit = FirstOrder(classifier(), examples(5, 1), examples(4, 2))
+    for kappa, message in (("auto", "there is no noise to choose it by"), (-1, "got -1, expected a positive number")):
+        with pytest.raises(jostle.InputError, match=message):
+            limit.influence(kappa=kappa)
+    model = classifier()
+    nn.init.zeros_(model[2].weight)  # so that the first layer moves nothing
+    with pytest.raises(jostle.InputError, match="gradients that are all 0"):
+        FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
 
 
 def test_gradient_similarity_of_sequences() -> None:
