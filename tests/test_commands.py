@@ -12,6 +12,7 @@ import shutil
 import socketserver
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,20 @@ def test_top_as_json_has_labels_where_there_are_no_texts(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 def test_top_as_a_table(place: Path, columns: int) -> None:
-    result = jostle_command("top", place / "run", "-q", 0, columns=columns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        result = jostle_command("top", place / "run", "-q", 0, "--error", columns=columns)
+    assert "standard errors rest on only" in " ".join(result.stderr.split())
     assert "+1.000" in result.stdout
     assert "positive = the losses move together" in " ".join(result.stdout.split())
     assert re.search(r"^     2   \+1\.000 ± \S+ +<s>seven", result.stdout, re.MULTILINE)
     table = result.stdout.split("posterior correlation:")[0]
     assert max(map(len, table.splitlines())) <= columns
-    without = jostle_command("top", place / "run", "-q", 0, "--no-error", columns=columns).stdout
-    assert "     2        +1.000   <s>seven" in without
-    assert "±" not in without
+    for words, said in ((["--no-error"], False), ([], True)):  # few draws have errors that mean little
+        without = jostle_command("top", place / "run", "-q", 0, *words, columns=columns).stdout
+        assert "     2        +1.000   <s>seven" in without
+        assert "±" not in without
+        assert ("too few independent draws" in " ".join(without.split())) == said
 
 
 def test_what_luck_would_give_stands_below_the_strongest() -> None:

@@ -289,3 +289,18 @@ def decreasing(trial: Any) -> Any:
         return trial(*arguments)[0], 100.0 / calls
 
     return timed
+
+
+@pytest.mark.parametrize(("load", "threads", "told"), [(3.8, 2, True), (3.8, 1, False), (1.5, 2, False)])
+def test_a_busy_machine_is_told_of(
+    load: float, threads: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    data = (torch.randn(6, 3), torch.arange(6) % 2)
+    with caplog.at_level(logging.WARNING, logger="jostle"):
+        jostle.attribute(nn.Linear(3, 2), data, data, chains=1, draws=2, thin=1, progress=False)
+    assert [record.message for record in caplog.records] == [
+        "2 threads on a machine that is busy (load 3.8 on 2 cores): OMP_NUM_THREADS=1 may be many times as fast"
+    ] * told

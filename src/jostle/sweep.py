@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -189,7 +190,9 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     rows = sorted({cell.settings["localization"] for cell in cells})
     figure = Figure(figsize=(1.6 + 2.3 * len(columns), 1.5 + 1.7 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True)
-    figure.suptitle(f"mean training loss along the chains, and {of} ({title})", fontsize=12)
+    # A title is not wrapped by itself, and a narrow picture would cut it off.
+    words = f"mean training loss along the chains, and {of} ({title})"
+    figure.suptitle(textwrap.fill(words, int(10 * figure.get_figwidth())), fontsize=12)
     best = max(cells, key=rank)
     for cell in cells:
         row, column = rows.index(cell.settings["localization"]), columns.index(cell.settings["n_beta"])
@@ -199,7 +202,7 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
             assert cell.value is not None
             axes.set_facecolor((*colormaps["viridis"](max(0.0, min(1.0, cell.value)))[:3], 0.30))
             weight = "bold" if cell is best else "normal"
-            doubt = " unreliable" if cell.verdict == "unreliable" else ""
+            doubt = "" if cell.verdict == "good" else f" {cell.verdict}"
             axes.set_title(f"{cell.value:.2f}{doubt}", fontsize=10 if doubt else 12, fontweight=weight, pad=3)
         else:
             axes.set_facecolor("0.92")

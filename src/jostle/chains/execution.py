@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -106,6 +107,16 @@ def choose(
         if on_gpu:
             log.info("about %.0f s of sampling: %s compiling", seconds, "worth" if compile else "not worth")
     return Execution(compiled=compile and _compile(alone))
+
+
+def tell_of_contention() -> None:
+    """Threads that wait for each other at every operation lose many times what they gain where others use the cores."""
+    busy, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+    if threads > 1 and busy > cores:
+        log.warning(
+            "%d threads on a machine that is busy (load %.1f on %d cores): OMP_NUM_THREADS=1 may be many times as fast",
+            threads, busy, cores,
+        )  # fmt: skip
 
 
 def _choose_on_cpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,18 +66,25 @@ def top(
 
     opened = load(out)
     enough = len(opened.healthy_chains) * opened.draws >= FEWEST_BATCHES and opened.config["keep"] == "traces"
+    ask = functools.partial(
+        opened.top, k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa
+    )  # fmt: skip
     with warnings.catch_warnings():
-        if standard_error is None:  # nobody asked for errors: of those that rest on little the verdict says enough
-            warnings.filterwarnings("ignore", "standard errors rest on", EstimateWarning)
-        [ranking] = opened.top(
-            k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa,
-            standard_error=enough if standard_error is None else standard_error,
-        )  # fmt: skip
+        if standard_error is None:  # nobody asked for errors: where they rest on little there are none
+            warnings.filterwarnings("error", "standard errors rest on", EstimateWarning)
+        try:
+            [ranking] = ask(standard_error=enough if standard_error is None else standard_error)
+        except EstimateWarning:
+            if standard_error is not None:
+                raise
+            [ranking], enough = ask(), False
     train, queries = opened.examples("train"), opened.examples("query")
     _warn(opened)
     if not as_json:
         among = opened.traces.columns("train").samples if opened.config["keep"] == "traces" else None
         print_ranking(Console(highlight=False), ranking, train, queries, among=among)
+        if standard_error is None and not enough:
+            typer.echo("without errors: there are too few independent draws for them (--error shows what there is)")
         if kappa:
             typer.echo(read_at(ranking.kappa, chosen=kappa == "auto"))
         return

@@ -14,8 +14,11 @@ AGREEMENT_DOUBTFUL, AGREEMENT_UNRELIABLE = 1 / 2, 1 / 3
 """Of scores from halves of the draws. By Spearman and Brown's formula 2r/(1 + r), two thirds and one half of the
 differences between the scores from all draws are then signal."""
 
-LEAST_TIMES_THE_DRAWS, MOST_TIMES_THE_DRAWS = 1.5, 20
-"""So many times the draws there are is the least that anyone is told to take; beyond the most, another thing."""
+AGREEMENT_AIM = 0.6
+"""What advice aims at: agreement is itself a guess, and whoever is brought just to the threshold may stay below it."""
+
+MOST_TIMES_THE_DRAWS = 20
+"""Who would need more draws than this many times those there are is told something else."""
 
 DRIFT_ERRORS = 5.0
 """Of the mean loss between the first quarter and the last half of the chains, in standard errors."""

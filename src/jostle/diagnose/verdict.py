@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jostle.diagnose.measures import last_step, memory_in_steps
 from jostle.diagnose.thresholds import (
+    AGREEMENT_AIM,
     AGREEMENT_DOUBTFUL,
     AGREEMENT_UNRELIABLE,
     DRIFT_ERRORS,
@@ -22,7 +23,6 @@ from jostle.diagnose.thresholds import (
     HARDLY_RISEN,
     HOT,
     HOT_ERRORS,
-    LEAST_TIMES_THE_DRAWS,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
     R_HAT_UNRELIABLE,
@@ -109,8 +109,6 @@ def command(config: Mapping[str, Any], verdict: Mapping[str, Any], out: Path) ->
         return f"jostle extend {shlex.quote(str(out))} {flags}"
     if "draws" in settings:
         flags = " ".join([flags, *stops])
-    elif "thin" in settings and config.get("minutes"):  # in which there would be fewer of them
-        flags += " --minutes none"
     number = next(number for number in itertools.count(2) if not Path(f"{out}-{number}").exists())
     places = [shlex.quote(f"{out}-{number}"), "--config", shlex.quote(str(out / "config.yaml"))]
     return f"jostle run {' '.join(places)} {flags}"
@@ -168,8 +166,10 @@ def _reasons(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Re
         return
     # What an unstable chain lacks is a smaller step: neither burn-in nor thinning nor more draws would help it.
     if not unstable:
-        yield from _too_short(config, found)
-        yield from _disagreement(config, found)
+        short = list(_too_short(config, found))
+        yield from short
+        few = next((reason.advice for reason in short if reason.kind == "few effective draws"), None)
+        yield from _disagreement(config, found, few)
     if chains == 1:
         yield Reason(
             "doubtful",
@@ -360,8 +360,8 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
     yield from reasons
 
 
-def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Reason]:
-    """Halves that rank differently."""
+def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any], few: str | None) -> Iterator[Reason]:
+    """Halves that rank differently; ``few`` is what whoever has few effective draws is told already."""
     agreement = found["agreement"]
     if agreement["halves"]["spearman"] is None and found["effective_draws"] is not None:
         yield Reason(
@@ -391,12 +391,12 @@ def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
                 f"{what} have {shared}, but {between['harmful_overlap']:.0%} of the most harmful, and rank the rest "
                 f"differently (Spearman {rank:.2f})"
             )
-            advice, settings = _more_draws(config, found, max(rank, harmful))
+            advice, settings = _more_draws(config, found, max(rank, harmful), few)
             advice = f"trust the most helpful ones alone, or {advice}"
             yield Reason("doubtful", "only the most helpful", rank, finding, advice, settings)
             return
         agreed = max(rank, helpful)
-        advice, settings = _more_draws(config, found, agreed)
+        advice, settings = _more_draws(config, found, agreed, few)
         yield Reason(
             "unreliable" if agreed < AGREEMENT_UNRELIABLE else "doubtful",
             "scores disagree",
@@ -408,20 +408,17 @@ def _disagreement(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
         return
 
 
-def _more_draws(config: Mapping[str, Any], found: Mapping[str, Any], agreed: float) -> tuple[str, Mapping[str, float]]:
+def _more_draws(
+    config: Mapping[str, Any], found: Mapping[str, Any], agreed: float, few: str | None
+) -> tuple[str, Mapping[str, float]]:
     """What would bring halves that agree by so much up to the threshold."""
-    # Spearman and Brown's formula: how many times the draws would do it.
-    factor = AGREEMENT_DOUBTFUL / (1 - AGREEMENT_DOUBTFUL) * (1 - agreed) / max(agreed, 0.01)
-    effective = found["effective_draws"]
-    if effective is None:
-        return "get more effective draws", {}
-    if effective < ENOUGH_DRAWS:  # of which another reason says how
-        return f"raise --draws to {_two_digits(config['draws'] * ENOUGH_DRAWS / effective)}, or --thin", {}
+    # Spearman and Brown's formula: how many times the draws would do it, and not by a hair.
+    factor = AGREEMENT_AIM / (1 - AGREEMENT_AIM) * (1 - agreed) / max(agreed, 0.01)
+    if few is not None or found["effective_draws"] is None:
+        return few or "get more effective draws", {}
     if factor > MOST_TIMES_THE_DRAWS:
         return "lower --localization or move other --weights, rather than draw more: their scores hardly differ", {}
-    # Agreement is itself a guess: who is told to draw a little more would be told so again.
-    draws = max(LEAST_TIMES_THE_DRAWS, factor) * config["draws"]
-    return f"raise --draws to about {_two_digits(draws)}", _set(draws=draws)
+    return f"raise --draws to about {_two_digits(config['draws'] * factor)}", _set(draws=config["draws"] * factor)
 
 
 def _without_traces(found: Mapping[str, Any]) -> Reason:

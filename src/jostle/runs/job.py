@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from jostle.chains.chain import full_gradient
-from jostle.chains.execution import Execution, choose, make_ready
+from jostle.chains.execution import Execution, choose, make_ready, tell_of_contention
 from jostle.chains.observing import Observer
 from jostle.chains.progress import progress_bar, telling
 from jostle.chains.running import Pace
@@ -217,6 +217,8 @@ class Job:
             # Before anything is compiled, so that a resumed run has the same one to the last bit.
             loss, data = self._functions.driving_loss, self._data.drawn_from
             prepared.control(full_gradient(self._in_place, loss, data, config.batch_size))
+        if self._in_place.device.type == "cpu" and self._ranks.leads:
+            tell_of_contention()
         with telling(self._shown) as tell:
             tell("trying which way the chains run fastest")
             self._execution = self._execution or self._shared(self._chosen)
