@@ -39,7 +39,7 @@ from jostle.losses import Loss
 KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
-SAMPLED, FIRST_ORDER = "sampled at κ = 10", "first order, no draws"
+SAMPLED, FIRST_ORDER, SPREAD = "sampled at κ = 10", "first order, no draws", "first order, spread of 40 draws"
 KINDS = ("covariance", "correlation")
 
 
@@ -93,6 +93,26 @@ def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def first_order(case: Case, *, spread: bool) -> dict[str, Any]:
+    """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked."""
+    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss), None
+    if spread:
+        chosen = jostle.calibrate(
+            case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
+        )
+        run = jostle.attribute(
+            case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=40 // CHAINS, progress=False,
+            **chosen.settings,
+        )  # fmt: skip
+    return {
+        kind: {
+            f"{kappa:g}": lds_over_queries(
+                case.bank, limit.influence(kappa=kappa, normalize=kind == "correlation", spread=run)
+            ) for kappa in KAPPAS
+        } for kind in KINDS
+    }  # fmt: skip
+
+
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int = DRAWS, seeds: int = SEEDS) -> None:
     """Whatever the record lacks of one model."""
     kept = record.content["measured"].setdefault(name, {"baselines": {}, "runs": {}})
@@ -107,16 +127,10 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
             except jostle.InputError as error:  # a loss or a layer that a method does not know
                 kept["baselines"][method] = {"fault": str(error)}
             record.write()
-    if FIRST_ORDER not in kept:
-        limit = FirstOrder(case.model, case.train, case.query, loss=case.loss)
-        kept[FIRST_ORDER] = {
-            kind: {
-                f"{kappa:g}": lds_over_queries(
-                    case.bank, limit.influence(kappa=kappa, normalize=kind == "correlation")
-                ) for kappa in KAPPAS
-            } for kind in KINDS
-        }  # fmt: skip
-        record.write()
+    for label in (FIRST_ORDER, SPREAD):
+        if label not in kept:
+            kept[label] = first_order(case, spread=label == SPREAD)
+            record.write()
     cells = [(f"rise {rise:g}", {"rise": rise, "kappa": 0.0}, seed) for seed in range(seeds) for rise in RISES]
     for label, settings, seed in [*cells, (SAMPLED, {}, 0)]:
         key = f"{label}, seed {seed}"
@@ -199,9 +213,9 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
             cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in found.values()]
             lines.append(f"| {name}, {rise:g} nats | {' | '.join(first)} | {' | '.join(cells)} |")
             first = ["", "", ""]
-        if FIRST_ORDER in kept:
-            cells = [f"{found['lds']:.3f}" for found in kept[FIRST_ORDER][kind].values()]
-            lines.append(f"| {name}, {FIRST_ORDER} | {' | '.join(first)} | {' | '.join(cells)} |")
+        for label in (label for label in (FIRST_ORDER, SPREAD) if label in kept):
+            cells = [f"{found['lds']:.3f}" for found in kept[label][kind].values()]
+            lines.append(f"| {name}, {label} | {' | '.join(first)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -221,9 +235,10 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
                     places, [mean for mean, _ in found.values()], [error for _, error in found.values()], marker="o",
                     markersize=4, color=colour, label=f"no gradient, {rise:g} nats", capsize=2,
                 )  # fmt: skip
-        if FIRST_ORDER in kept:
-            limit = [found["lds"] for found in kept[FIRST_ORDER]["covariance"].values()]
-            axes.plot(places, limit, marker="s", markersize=4, color=CHAIN_COLOURS[2], label=FIRST_ORDER)
+        for label, colour in zip((FIRST_ORDER, SPREAD), CHAIN_COLOURS[2:], strict=False):
+            if label in kept:
+                limit = [found["lds"] for found in kept[label]["covariance"].values()]
+                axes.plot(places, limit, marker="s", markersize=4, color=colour, label=label)
         sampled = mean_over_seeds(kept, SAMPLED, "covariance")
         if sampled:
             axes.plot(places[0], sampled[0.0][0], marker="*", markersize=11, color="black", linestyle="", label=SAMPLED)
@@ -240,7 +255,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
     figure.supxlabel("κ at which the draws are read (0: as they were sampled)", fontsize=10)
     figure.supylabel("LDS of covariances", fontsize=10)
     labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=6, frameon=False, fontsize=9)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=7, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

@@ -139,7 +139,7 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
-        groups["first-order"] = {"first order": lambda: self._first_order(buffer)}
+        groups["first-order"] = {"first order": lambda: self._first_order(work, budget, buffer)}
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -172,15 +172,23 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
-    def _first_order(self, buffer_bytes: int) -> dict[str, Scores]:
-        """What draws without a gradient tend to near w*."""
+    def _first_order(self, work: Path, budget: Budget, buffer_bytes: int) -> dict[str, Scores]:
+        """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
+        runs: dict[str, jostle.Run | None] = {"first order": None}
+        for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
+            few = {**settings, "draws": 40 // settings["chains"]}
+            runs["first order, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
         limit = FirstOrder(
             self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
             buffer_bytes=buffer_bytes,
         )  # fmt: skip
         return {
-            f"first order, {kind}, read at κ = {kappa:g}": limit.influence(kappa=kappa, normalize=kind == "correlation")
-            for kappa, kind in itertools.product(FIRST_ORDER_AT, ("covariance", "correlation"))
+            f"{name}, {kind}, read at κ = {kappa:g}": limit.influence(
+                kappa=kappa, normalize=kind == "correlation", spread=run
+            )
+            for (name, run), kappa, kind in itertools.product(
+                runs.items(), FIRST_ORDER_AT, ("covariance", "correlation")
+            )
         }
 
     def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:

@@ -111,8 +111,43 @@ def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
     assert min(distances[5.0, kappa] for kappa in (0.0, 10.0)) > 3
 
 
+def gaussian_run(localization: float, train: Any, query: Any, n_beta: float = 0.0) -> jostle.Run:
+    return jostle.attribute(
+        classifier(), train, query, sampler=jostle.SGLD(step_size=1e-3) if n_beta else jostle.Gaussian(),
+        posterior=jostle.Posterior(n_beta=n_beta, localization=localization), chains=4, draws=500, progress=False,
+    )  # fmt: skip
+
+
+def test_losses_move_as_far_as_in_a_run() -> None:
+    """Near w* that is what gradients say; farther away it is the run's own, under correlations of gradients."""
+    train, query = examples(23, 1), examples(9, 2)
+    limit = FirstOrder(classifier(), train, query)
+    near = gaussian_run(1e6, train, query)
+    for normalize, scale in ((True, 1.0), (False, 1e6)):
+        expected = limit.influence(normalize=normalize).values
+        found = scale * limit.influence(normalize=normalize, spread=near).values
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+    far = gaussian_run(5.0, train, query)
+    cosines, spreads = limit.influence(kappa=0, normalize=True).values, []
+    for name in ("train", "query"):
+        spreads.append(np.asarray(far.traces.losses(name)[:], dtype=float).std((0, 1)))
+    found = limit.influence(kappa=0, spread=far).values
+    np.testing.assert_allclose(found, cosines * np.outer(*spreads), rtol=1e-4)
+    np.testing.assert_allclose(limit.influence(kappa=0, normalize=True, spread=far).values, cosines, rtol=1e-4)
+    held = limit.influence(kappa=3, spread=far).values
+    among = FirstOrder(classifier(), train, train).influence(kappa=0, spread=gaussian_run(5.0, train, train)).values
+    slack = np.linalg.eigvalsh(-among)[-1] / 3
+    solved = slack * np.linalg.solve(-among + slack * np.eye(23), found)
+    assert np.linalg.norm(held - solved) < 1e-3 * np.linalg.norm(solved)
+
+
 def test_first_order_refuses() -> None:
-    limit = FirstOrder(classifier(), examples(5, 1), examples(4, 2))
+    train, query = examples(5, 1), examples(4, 2)
+    limit = FirstOrder(classifier(), train, query)
+    with pytest.raises(jostle.InputError, match="n_beta 30, in which training losses are held already"):
+        limit.influence(spread=gaussian_run(100.0, train, query, n_beta=30.0))
+    with pytest.raises(jostle.InputError, match=r"spread: got query of fingerprint .*: the same data"):
+        limit.influence(spread=gaussian_run(100.0, train, train))
     for kappa, message in (("auto", "there is no noise to choose it by"), (-1, "got -1, expected a positive number")):
         with pytest.raises(jostle.InputError, match=message):
             limit.influence(kappa=kappa)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def filled(path: Path, record: Record, budget: Budget) -> Bank:
         path / "bank", random_subsets(40, 20), fit, QUERY_SET, jostle.losses.classification(), fingerprints,
         seeds=1, budget=budget, record=record, batch_size=12, key="0.5",
     )  # fmt: skip
+
+
+def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    blind = {"n_beta": 0.0, "sampler": "gaussian", "localization": 2.0, "chains": 4, "draws": 100, "batch_size": 40}
+    few = replace(setting(bank, 100), bif={"blind": blind}, methods=("first-order",))
+    run(few, tmp_path / "work", record, Budget(10))
+    methods = record.content["measured"]["all"]["0.5"]["methods"]
+    names = [name for name in methods if name.startswith("first order")]
+    assert len(names) == 2 * 3 * 2
+    assert all(methods[name]["per_query"] > 0.6 for name in names if name.endswith("read at κ = 10"))
+    opened = jostle.load(tmp_path / "work" / "all" / "runs" / "spread_of_40_draws")
+    assert len(opened.healthy_chains) * opened.draws == 40
+    before = (tmp_path / "record.json").read_bytes()
+    run(few, tmp_path / "work", record, Budget(10))  # nothing is left to do
+    assert (tmp_path / "record.json").read_bytes() == before
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ Near w* a loss moves by gᵢᵀδ. Of draws δ ~ N(0, I/γ) the covariance of tw
     values = −λ·(K + λI)⁻¹·G·gⱼ,   to a factor of γ.
 
 By Woodbury's identity that is −G·(I + GᵀG/λ)⁻¹·gⱼ: an influence function whose Hessian is the empirical Fisher matrix,
-damped to κ. There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first, in which
-draws at a distance from w* know more.
+damped to κ. There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first. Draws at a
+distance from w* know more, and few of them know best how far each loss moves: losses of examples that a model has
+learnt move by more than their gradients say. So gradients may say which losses move together, and a run how far.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jostle.data.datasets import Collate
 from jostle.errors import InputError
 from jostle.losses import Loss
 from jostle.models.weights import WeightSelection
+from jostle.runs.run import Run
 from jostle.scores import Scores
 
 ITERATIONS, CLOSE = 1000, 1e-9
@@ -69,29 +71,36 @@ class FirstOrder:
         self._train = products(gradient_similarity(model, train, train, buffer_bytes=buffer_bytes, **given).values)
         self._query_squares = products(gradient_self_influence(model, query, **given))
 
-    def influence(self, *, kappa: float = 10.0, normalize: bool = False) -> Scores:
+    def influence(self, *, kappa: float = 10.0, normalize: bool = False, spread: Run | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
 
         Args:
             kappa: 0 is `gradient_similarity`; the larger, the more the training losses are held.
             normalize: −correlations instead of −covariances; at κ = 0, −cosines.
+            spread: a run of draws without a gradient (`jostle.Gaussian`) on the same data: every loss moves as far as
+                it did there, instead of by the length of its gradient. A few tens of draws are enough.
         """
         check_kappa(kappa)
         if kappa == "auto":
             raise InputError("kappa", got="'auto'", expected="a number: there is no noise to choose it by")
-        held = self._query
-        train, query = self._train.diagonal(), self._query_squares
+        products, asked = self._train, self._query
+        train, query = products.diagonal(), self._query_squares
+        if spread is not None:
+            wider, widths = (self._widths(name, now, spread) for name, now in (("train", train), ("query", query)))
+            products, asked = products * torch.outer(wider, wider), asked * torch.outer(wider, widths)
+            train, query = train * wider.square(), query * widths.square()
+        held = asked
         if kappa:
-            slack = _largest(self._train) / kappa
-            root = torch.linalg.cholesky(self._train + slack * torch.eye(len(self._train)).to(self._train))
-            solved = torch.cholesky_solve(self._query, root)
+            slack = _largest(products) / kappa
+            root = torch.linalg.cholesky(products + slack * torch.eye(len(products)).to(products))
+            solved = torch.cholesky_solve(asked, root)
             held = slack * solved
             if normalize:
                 train = slack * (1 - slack * torch.cholesky_inverse(root).diagonal())
-                query = query - (self._query * solved).sum(0)
+                query = query - (asked * solved).sum(0)
         if normalize:
-            spread = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
-            held = held / torch.outer(*spread)
+            lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
+            held = held / torch.outer(*lengths)
         return Scores(
             values=-held.float().cpu().numpy(),
             method="first order",
@@ -99,6 +108,18 @@ class FirstOrder:
             scale=None,
             provenance={"fingerprints": self._fingerprints, "kappa": float(kappa)},
         )
+
+    def _widths(self, name: str, squares: Float[Tensor, " sample"], run: Run) -> Float[Tensor, " sample"]:
+        """How many times as far as its gradient says each loss moves in a run."""
+        if run.config["posterior"]["n_beta"]:
+            got = f"a run with n_beta {run.config['posterior']['n_beta']:g}, in which training losses are held already"
+            raise InputError("spread", got=got, expected="draws without a gradient (jostle.Gaussian)")
+        theirs, ours = run.manifest["fingerprints"].get(name), self._fingerprints[name]
+        if theirs != ours:
+            raise InputError("spread", got=f"{name} of fingerprint {theirs}", expected=f"{ours}: the same data")
+        losses = run.traces.sequence_losses(name)[:, :, :][run.healthy_chains]
+        moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
+        return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
 
 
 def _largest(products: Float[Tensor, "train train"]) -> float:
