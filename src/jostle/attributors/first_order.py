@@ -13,7 +13,7 @@ learnt move by more than their gradients say. So gradients may say which losses 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +26,26 @@ from jostle.data.datasets import Collate
 from jostle.errors import InputError
 from jostle.losses import Loss
 from jostle.models.weights import WeightSelection
-from jostle.runs.run import Run
 from jostle.scores import Scores
 
 ITERATIONS, CLOSE = 1000, 1e-9
+
+
+class Draws(Protocol):
+    """What is asked of a `jostle.Run`."""
+
+    manifest: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def healthy_chains(self) -> np.ndarray:
+        """The chains that did not fail."""
+        ...
+
+    @property
+    def traces(self) -> Any:
+        """The recorded losses."""
+        ...
 
 
 class FirstOrder:
@@ -71,7 +87,7 @@ class FirstOrder:
         self._train = products(gradient_similarity(model, train, train, buffer_bytes=buffer_bytes, **given).values)
         self._query_squares = products(gradient_self_influence(model, query, **given))
 
-    def influence(self, *, kappa: float = 10.0, normalize: bool = False, spread: Run | None = None) -> Scores:
+    def influence(self, *, kappa: float = 10.0, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
 
         Args:
@@ -109,7 +125,7 @@ class FirstOrder:
             provenance={"fingerprints": self._fingerprints, "kappa": float(kappa)},
         )
 
-    def _widths(self, name: str, squares: Float[Tensor, " sample"], run: Run) -> Float[Tensor, " sample"]:
+    def _widths(self, name: str, squares: Float[Tensor, " sample"], run: Draws) -> Float[Tensor, " sample"]:
         """How many times as far as its gradient says each loss moves in a run."""
         if run.config["posterior"]["n_beta"]:
             got = f"a run with n_beta {run.config['posterior']['n_beta']:g}, in which training losses are held already"
