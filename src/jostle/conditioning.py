@@ -161,9 +161,8 @@ def _directions(values: Tensor, total: float, *, squared: bool) -> tuple[Tensor,
             "kappa", got="losses so large that their products are infinite", expected="chains that stay near w*"
         )
     sizes, directions = torch.linalg.eigh(products)
-    if not wide:
-        mixtures = directions
-        directions = values @ mixtures / sizes.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    if not wide:  # those are mixtures of the columns
+        directions = values @ directions / sizes.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     real = sizes > max(float(sizes[-1]), total) * 1e-12
     return directions[:, real], sizes[real]
 

@@ -29,6 +29,7 @@ from jostle.models.weights import WeightSelection
 from jostle.scores import Scores
 
 ITERATIONS, CLOSE = 1000, 1e-9
+"""Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
 
 
 class Draws(Protocol):

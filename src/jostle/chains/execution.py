@@ -6,6 +6,7 @@ None of it changes a number beyond rounding; but a resumed run should not differ
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import platform
@@ -109,8 +110,11 @@ def choose(
     return Execution(compiled=compile and _compile(alone))
 
 
+@functools.cache
 def tell_of_contention() -> None:
-    """Threads that wait for each other at every operation lose many times what they gain where others use the cores."""
+    """Say once that threads, which wait for each other at every operation, lose more than they gain on busy cores."""
+    if not hasattr(os, "getloadavg"):  # Windows has none
+        return
     busy, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
     if threads > 1 and busy > cores:
         log.warning(

@@ -66,9 +66,7 @@ def top(
 
     opened = load(out)
     enough = len(opened.healthy_chains) * opened.draws >= FEWEST_BATCHES and opened.config["keep"] == "traces"
-    ask = functools.partial(
-        opened.top, k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa
-    )  # fmt: skip
+    ask = functools.partial(opened.top, k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa)
     with warnings.catch_warnings():
         if standard_error is None:  # nobody asked for errors: where they rest on little there are none
             warnings.filterwarnings("error", "standard errors rest on", EstimateWarning)
