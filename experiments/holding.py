@@ -204,8 +204,8 @@ GROUPS = {
 }
 
 
-def losses_of(subject: Subject, path: Path, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """(chain, draw, example) of training examples and queries, sampled once."""
+def losses_of(subject: Subject, path: Path, draws: int) -> list[np.ndarray]:
+    """(chain, draw, column) of training examples, queries and what is held, sampled once."""
     if not path.exists():
         chosen = jostle.calibrate(
             subject.model, subject.train, loss=subject.loss, batch_size=subject.batch_size, pilot=False, rise=RISE,
@@ -215,14 +215,15 @@ def losses_of(subject: Subject, path: Path, draws: int) -> tuple[np.ndarray, np.
             subject.model, subject.train, subject.query, loss=subject.loss, chains=CHAINS, draws=draws // CHAINS,
             progress=False, **chosen.settings,
         )  # fmt: skip
-        np.savez(path, train=mean_losses(run, "train"), query=mean_losses(run, "query"))
+        held = run.traces.held_losses("train")[:, :, :][run.healthy_chains]
+        np.savez(path, train=mean_losses(run, "train"), query=mean_losses(run, "query"), held=held)
     with np.load(path) as arrays:
-        return arrays["train"], arrays["query"]
+        return [arrays[name] for name in ("train", "query", "held")]
 
 
-def scores_of(train: np.ndarray, query: np.ndarray) -> dict[tuple[str, float], np.ndarray]:
+def scores_of(train: np.ndarray, query: np.ndarray, held: np.ndarray) -> dict[tuple[str, float], np.ndarray]:
     """Influence at every κ, as covariance and as correlation."""
-    moves = Moves(train, np.arange(len(train)))
+    moves = Moves(held, np.arange(len(held)))
     found = {}
     for kappa in KAPPAS:
         sides: Any = (train, query) if not kappa else [Conditioned(trace, moves, kappa) for trace in (train, query)]
@@ -239,11 +240,11 @@ def agreement(a: np.ndarray, b: np.ndarray, *, ranks: bool) -> float:
     return float(((a * b).sum(0) / np.sqrt((a**2).sum(0) * (b**2).sum(0))).mean())
 
 
-def read(train: np.ndarray, query: np.ndarray, banks: Mapping[str, Bank], fingerprints: Any) -> dict[str, Any]:
+def read(losses: Sequence[np.ndarray], banks: Mapping[str, Bank], fingerprints: Any) -> dict[str, Any]:
     """LDS and agreement of halves at every κ. Halves are two chains each, in all three ways."""
-    whole = scores_of(train, query)
+    whole = scores_of(*losses)
     splits = [([0, other], [rest for rest in (1, 2, 3) if rest != other]) for other in (1, 2, 3)]
-    parts = [tuple(scores_of(train[half], query[half]) for half in split) for split in splits]
+    parts = [tuple(scores_of(*(trace[half] for trace in losses)) for half in split) for split in splits]
     members = next(iter(banks.values())).subsets.members.astype(float)
     table: dict[str, Any] = {"covariance": {}, "correlation": {}}
     for (kind, kappa), values in whole.items():
@@ -258,9 +259,9 @@ def read(train: np.ndarray, query: np.ndarray, banks: Mapping[str, Bank], finger
     return table
 
 
-def spectrum(train: np.ndarray) -> dict[str, float]:
-    """In how many directions the training losses move: tr(K)²/tr(K²), and the share of the largest."""
-    sizes = Moves(train, np.arange(len(train))).sizes.numpy()
+def spectrum(held: np.ndarray) -> dict[str, float]:
+    """In how many directions what is held moves: tr(K)²/tr(K²), and the share of the largest."""
+    sizes = Moves(held, np.arange(len(held))).sizes.numpy()
     return {"effective_directions": float(sizes.sum() ** 2 / (sizes**2).sum()), "largest": sizes[-1] / sizes.sum()}
 
 
@@ -275,11 +276,11 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
     directory = work / name.replace(" ", "_")
     subject = SUBJECTS[name](data)(directory, record, budget)
     print(f"{name}: banks ready, {time.process_time() - started:.0f} s", flush=True)
-    train, query = losses_of(subject, directory / f"draws-{draws}.npz", draws)
+    losses = losses_of(subject, directory / f"draws-{draws}.npz", draws)
     print(f"{name}: draws ready, {time.process_time() - started:.0f} s", flush=True)
     first = next(iter(subject.banks.values()))
     kept |= {"weights": sum(value.numel() for value in subject.model.parameters()), "train": first.about["train"],
-             "queries": first.about["queries"], "spectrum": spectrum(train)}  # fmt: skip
+             "queries": first.about["queries"], "spectrum": spectrum(losses[-1])}  # fmt: skip
     if name in WARM or name == "wide mlp":
         given = (subject.model, subject.train, subject.query)
         for method, scores in (
@@ -294,7 +295,7 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
             )
     fingerprints = {side: first.about["fingerprints"][side] for side in ("train", "query")}
     for part in wanted:
-        table = read(train[:, : part // CHAINS], query[:, : part // CHAINS], subject.banks, fingerprints)
+        table = read([trace[:, : part // CHAINS] for trace in losses], subject.banks, fingerprints)
         kept["parts"][str(part)] = table
         record.write()
         for key in subject.banks:

@@ -35,6 +35,7 @@ from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.estimate import covariance
 from jostle.evaluate import Bank
 from jostle.losses import Loss
+from jostle.traces.store import STRANDS
 
 KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
@@ -95,7 +96,7 @@ def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
 
 def first_order(case: Case, *, spread: bool) -> dict[str, Any]:
     """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked."""
-    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss), None
+    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, strands=STRANDS), None
     if spread:
         chosen = jostle.calibrate(
             case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
@@ -168,12 +169,12 @@ def measure_longer(name: str, work: Path, record: Record, budget: Budget, draws:
         case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=draws // CHAINS, progress=False,
         **chosen.settings,
     )  # fmt: skip
-    losses = [mean_losses(run, part) for part in ("train", "query")]
+    losses, held = [mean_losses(run, part) for part in ("train", "query")], run.traces.held_losses("train")[:, :, :]
     about = {"fingerprints": run.manifest["fingerprints"]}
     table: dict[str, Any] = {}
     for part in sorted({count for count in (100, 400, 1_000, 2_000, draws) if count <= draws}):
-        train, query = (trace[:, : part // CHAINS] for trace in losses)
-        moves = Moves(train, np.arange(CHAINS))
+        train, query, now = (trace[:, : part // CHAINS] for trace in (*losses, held))
+        moves = Moves(now, np.arange(CHAINS))
         for kappa in KAPPAS:
             sides = (train, query) if not kappa else (Conditioned(trace, moves, kappa) for trace in (train, query))
             scores = jostle.Scores(values=-covariance(*sides).values, method="bif", provenance=about)

@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity, trak
-from jostle.conditioning import Moves
+from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
@@ -48,8 +49,8 @@ READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
-FIRST_ORDER_AT = (READ_AT, 100.0, 1000.0)
-"""Without the noise of draws, larger κ can be looked at, too."""
+FIRST_ORDER_AT = (1.0, READ_AT, 100.0, 1000.0)
+"""Without the noise of draws, any κ can be looked at."""
 RECORDS = Path(__file__).parent / "records"
 
 Result = TypeVar("Result")
@@ -119,6 +120,7 @@ class Setting:
     dampings: Sequence[float] = DAMPINGS
     extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
     keep: Path | None = None
+    read_at: Sequence[float] = (READ_AT,)
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -235,15 +237,12 @@ class Setting:
         """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
         run, about = self.sample(name, settings, work, budget)
         read = {}
-        train, query = (kept.mean_losses(run, part) for part in kept.SETS)
-        moves = Moves(train, np.arange(len(train)))
-        for kappa, kind in itertools.product((0.0, READ_AT), ("covariance", "correlation")):
-            scores = kept.influence(
-                train, query, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=kappa, moves=moves
-            )
-            read[f"BIF {name}, {kind}{READ if kappa else ''}"] = replace(
-                scores, provenance={**scores.provenance, **about}
-            )
+        for kappa, kind in itertools.product((0.0, *self.read_at), ("covariance", "correlation")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EstimateWarning)  # what the draws do not support is measured, too
+                scores = run.influence(normalize=kind == "correlation", kappa=kappa)
+            label = f"BIF {name}, {kind}" + (f", read at κ = {kappa:g}" if kappa else "")
+            read[label] = replace(scores, provenance={**scores.provenance, **about})
         return read
 
 

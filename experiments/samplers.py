@@ -56,7 +56,7 @@ from experiments.retraining import (
     fill,
 )
 from jostle.attributors import exact_influence
-from jostle.conditioning import CHOICES, Kappa, most_supported, supports
+from jostle.conditioning import CHOICES, Kappa, Moves, most_supported, supports
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.presets import PRESETS
@@ -222,15 +222,17 @@ def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: Kappa = 0.0) -> d
     if not len(run.healthy_chains):
         return kept
     train, query = mean_losses(run, "train"), mean_losses(run, "query")
+    held = run.traces.held_losses("train")[:, :, :][run.healthy_chains]
     for cost in COSTS:
         draws = draws_at(cost, run, train.shape[2] + query.shape[2], sampled)
         kept[cost] = None
         if draws is not None:
-            losses = train[:, :draws], query[:, :draws]
-            at = most_supported(supports(*losses, np.arange(len(train)), CHOICES)) if kappa == "auto" else kappa
+            losses, chains = (train[:, :draws], query[:, :draws]), np.arange(len(train))
+            moves = Moves(held[:, :draws], chains) if kappa else None
+            at = most_supported(supports(*losses, chains, CHOICES, moves=moves)) if kappa == "auto" else kappa
             kept[cost] = {"draws": draws, "kappa": at} | {
                 kind: lds(bank, influence(
-                    *losses, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=at
+                    *losses, run.manifest["fingerprints"], normalize=kind == "correlation", kappa=at, moves=moves
                 ), bootstrap=0).value
                 for kind in ("covariance", "correlation")
             }  # fmt: skip

@@ -118,6 +118,65 @@ def gaussian_run(localization: float, train: Any, query: Any, n_beta: float = 0.
     )  # fmt: skip
 
 
+def tokens_by_hand(model: nn.Module, sequences: list[list[int]], parameters: list[Tensor]) -> list[np.ndarray]:
+    """Of each sequence, the gradients of its tokens' losses."""
+    found = []
+    for tokens in sequences:
+        ids = torch.tensor([tokens])
+        logits: Any = model(ids).logits
+        losses = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+        found.append(gradients_by_hand(model, list(losses), parameters).astype(float))
+    return found
+
+
+@pytest.mark.parametrize("strands", [1, 2, 9])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_first_order_holds_strands_of_tokens(normalize: bool, strands: int) -> None:
+    """As the influence function says it in weight space, whose Fisher matrix is that of the strands' sums over √T."""
+    model = tiny("gpt2")
+    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16], [7, 5]], [[5, 6, 8], [12, 13, 9, 11]]
+    limit = FirstOrder(
+        model, train, query, loss=jostle.losses.next_token(), weights="attention", strands=strands,
+        buffer_bytes=3 * 4 * sum(value.numel() for name, value in model.named_parameters() if ".attn." in name),
+    )  # fmt: skip
+    parameters = [value for name, value in model.named_parameters() if ".attn." in name]
+    tokens, asked = (tokens_by_hand(model, rows, parameters) for rows in (train, query))
+    left, right = (np.stack([one.mean(0) for one in rows]) for rows in (tokens, asked))
+    sums = [one[number::strands].sum(0) / np.sqrt(len(one)) for one in tokens for number in range(strands)]
+    held = np.stack(sums)
+    for kappa in (0.0, 3.0, 100.0):
+        slack = np.linalg.eigvalsh(held @ held.T)[-1] / (kappa or 1e-12)
+
+        def through(side: np.ndarray, slack: float = slack) -> np.ndarray:  # (I + HᵀH/λ)⁻¹ by Woodbury's identity
+            return side - side @ held.T @ np.linalg.solve(held @ held.T + slack * np.eye(len(held)), held)
+
+        expected = through(left) @ right.T
+        if normalize:
+            expected /= np.outer(*(np.sqrt((through(side) * side).sum(1)) for side in (left, right)))
+        found = limit.influence(kappa=kappa, normalize=normalize).values
+        np.testing.assert_allclose(found, -expected, rtol=5e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_draws_of_a_language_model_tend_to_the_first_order() -> None:
+    """With every token in a strand of its own, read at κ = 10, to their Monte Carlo error; not with whole sequences."""
+    model = tiny("gpt2").double()
+    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16], [7, 5]], [[5, 6, 8], [12, 13, 9, 11]]
+    given: dict[str, Any] = {"loss": jostle.losses.next_token()}
+    run = jostle.attribute(
+        model, train, query, sampler=jostle.Gaussian(), progress=False, chains=4, draws=400, **given,
+        posterior=jostle.Posterior(n_beta=0, localization=1e8, weights="attention"),
+    )  # fmt: skip
+    scores = run.influence(normalize=True, kappa=10.0, standard_error=True)
+    assert scores.standard_error is not None
+    distances = {}
+    for strands in (9, 1):
+        limit = FirstOrder(model, train, query, weights="attention", strands=strands, **given)
+        away = (scores.values - limit.influence(normalize=True, kappa=10.0).values) / scores.standard_error
+        distances[strands] = float(np.sqrt((away**2).mean()))
+    assert distances[9] < 1.6
+    assert distances[1] > 3
+
+
 def test_losses_move_as_far_as_in_a_run() -> None:
     """Near w* that is what gradients say; farther away it is the run's own, under correlations of gradients."""
     train, query = examples(23, 1), examples(9, 2)
@@ -155,6 +214,8 @@ def test_first_order_refuses() -> None:
     nn.init.zeros_(model[2].weight)  # so that the first layer moves nothing
     with pytest.raises(jostle.InputError, match="gradients that are all 0"):
         FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
+    with pytest.raises(jostle.InputError, match="strands: got 0, expected 1 or more"):
+        FirstOrder(model, train, query, strands=0)
 
 
 def test_gradient_similarity_of_sequences() -> None:

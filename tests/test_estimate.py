@@ -19,7 +19,7 @@ import reference
 from jostle import estimate
 from jostle.errors import EstimateWarning
 from jostle.traces import store
-from jostle.traces.store import Columns, SequenceLosses
+from jostle.traces.store import Columns, SequenceLosses, Strands
 
 
 def traces(chains: int = 3, draws: int = 40, left: int = 7, right: int = 5, dtype: type = np.float64):
@@ -201,6 +201,27 @@ def test_tokens_are_read_once_however_many_sequences_are_asked_for(monkeypatch: 
     np.testing.assert_array_equal(unheld[1:, 2:5, 3:6], seen[1:, 2:5, 3:6])
     assert read[:, :, :12].max() == 1  # what was not asked for is not read
     assert unheld.read_per_column == 4
+
+
+def test_strands_deal_the_tokens_of_a_sequence_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.random.default_rng(3).normal(size=(2, 30, 10)).astype(np.float32)
+    offsets = np.array([0, 3, 4, 10])
+    columns = Columns(3, offsets, np.arange(10))
+    every = Strands(tokens, columns)
+    np.testing.assert_allclose(every[:, :, :], tokens / np.sqrt(np.repeat([3, 1, 6], [3, 1, 6])), rtol=1e-6)
+    monkeypatch.setattr(store, "STRANDS", 2)
+    parts = [([0, 2], 3), ([1], 3), ([3], 1), ([4, 6, 8], 6), ([5, 7, 9], 6)]  # one of a single token has one
+    expected = np.stack([tokens[..., some].sum(2) / np.sqrt(length) for some, length in parts], 2)
+    two = Strands(tokens, columns)
+    np.testing.assert_allclose(two[:, :, :], expected, rtol=1e-5)
+    np.testing.assert_array_equal(two[1:, 3:9, 1:4], two[:, :, :][1:, 3:9, 1:4])
+    # Of many draws as many as can be held, and of very many one a sequence.
+    monkeypatch.setattr(store, "STRANDS", 16)
+    monkeypatch.setattr(store, "STRAND_BYTES", 2 * 60 * 3 * 4)
+    np.testing.assert_allclose(Strands(tokens, columns)[:, :, :], expected, rtol=1e-5)
+    monkeypatch.setattr(store, "MOST_MOVES", 5)
+    whole = SequenceLosses(tokens, columns, "mean")[:, :, :] * np.sqrt([3, 1, 6])
+    np.testing.assert_allclose(Strands(tokens, columns)[:, :, :], whole, rtol=1e-5)
 
 
 def test_a_loss_that_never_moves_correlates_with_nothing() -> None:

@@ -24,7 +24,7 @@ from experiments import (
     samplers,
 )
 from experiments.figures import draw
-from experiments.retraining import Budget, OutOfTimeError, Record, Setting, fill, run
+from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, run
 from torch import nn
 
 import jostle
@@ -61,7 +61,7 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     run(few, tmp_path / "work", record, Budget(10))
     methods = record.content["measured"]["all"]["0.5"]["methods"]
     names = [name for name in methods if name.startswith("first order")]
-    assert len(names) == 2 * 3 * 2
+    assert len(names) == 2 * len(FIRST_ORDER_AT) * 2
     assert all(methods[name]["per_query"] > 0.6 for name in names if name.endswith("read at κ = 10"))
     opened = jostle.load(tmp_path / "work" / "all" / "runs" / "spread_of_40_draws")
     assert len(opened.healthy_chains) * opened.draws == 40

@@ -1,18 +1,21 @@
 """The BIF to first order, in closed form: what draws without a gradient tend to near w*, however many there are.
 
 Near w* a loss moves by gᵢᵀδ. Of draws δ ~ N(0, I/γ) the covariance of two losses is then gᵢᵀgⱼ/γ, and read at κ
-(`jostle.conditioning`), with G the gradients of the training examples as rows, K = GGᵀ and λ = λmax(K)/κ,
+(`jostle.conditioning`), with H the gradients of what is held as rows, K = HHᵀ and λ = λmax(K)/κ,
 
-    values = −λ·(K + λI)⁻¹·G·gⱼ,   to a factor of γ.
+    values = −(G·gⱼ − G·Hᵀ·(K + λI)⁻¹·H·gⱼ),   to a factor of γ.
 
-By Woodbury's identity that is −G·(I + GᵀG/λ)⁻¹·gⱼ: an influence function whose Hessian is the empirical Fisher matrix,
-damped to κ. There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first. Draws at a
-distance from w* know more, and few of them know best how far each loss moves: losses of examples that a model has
-learnt move by more than their gradients say. So gradients may say which losses move together, and a run how far.
+By Woodbury's identity that is −G·(I + HᵀH/λ)⁻¹·gⱼ: an influence function whose Hessian is the empirical Fisher matrix,
+damped to κ. What is held are the training examples (H = G); of per-token losses it is strands of tokens, as where draws
+are read (`jostle.traces.store.Strands`): gₜgₜᵀ of tokens stands for the Hessian, gᵢgᵢᵀ of whole sequences does not.
+There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first. Draws at a distance
+from w* know more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by
+more than their gradients say. So gradients may say which losses move together, and a run how far.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,13 +23,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.attributors.gradients import BUFFER_BYTES, gradient_self_influence, gradient_similarity
+from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
 from jostle.conditioning import check_kappa
-from jostle.data.datasets import Collate
+from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
-from jostle.losses import Loss
-from jostle.models.weights import WeightSelection
+from jostle.losses import Batch, Loss
+from jostle.losses import classification as classification_loss
+from jostle.models.functional import eval_mode, real_tokens, token_mask
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
+
+TOGETHER = 256
+"""Sequences whose tokens are counted at once."""
 
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
@@ -49,11 +58,27 @@ class Draws(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Strand:
+    """The loss of every so-many-th token of a sequence, as its share of the sequence's mean loss."""
+
+    loss: Loss
+    number: int
+    strands: int
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, " sample"]:
+        """Return one number a sequence; a sequence's strands add up to its mean loss."""
+        losses = self.loss(model, batch)
+        real = real_tokens(losses, self.loss, batch)
+        ours = real & ((real.cumsum(1) - 1) % self.strands == self.number)
+        return torch.where(ours, losses, 0).sum(1) / real.sum(1)
+
+
 class FirstOrder:
     """Products of all gradients at w*, from which scores can be read at any κ.
 
-    Takes the gradients of all examples, a few times over where the buffer is smaller than they are, and keeps
-    train × train and train × query products, in double precision on the model's device.
+    Takes the gradients of all examples, or strands, a few times over where the buffer is smaller than they are, and
+    keeps their products with each other and with those of the queries, in double precision on the model's device.
 
     Args:
         model: the trained model, at w*.
@@ -62,6 +87,8 @@ class FirstOrder:
         loss: as for `jostle.attribute`; per-token losses are averaged over their sequence.
         weights: which weights the gradients are of.
         collate: makes a batch of a list of samples.
+        strands: into how many the tokens of a sequence are dealt, where losses are per token; the more, the better, and
+            the more gradients there are.
         buffer_bytes: what the gradients held at once may take.
     """
 
@@ -74,19 +101,40 @@ class FirstOrder:
         loss: Loss | None = None,
         weights: WeightSelection = "all",
         collate: Collate | None = None,
+        strands: int = 4,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        given: dict[str, Any] = {"loss": loss, "weights": weights, "collate": collate}
-        device = next(model.parameters()).device
+        if strands < 1:
+            raise InputError("strands", got=strands, expected="1 or more")
+        loss, moving = loss or classification_loss(), MovingWeights(model, weights)
+        with eval_mode(model), InPlace(model, moving) as in_place:
+            sets = {
+                name: Data(source, name, collate=collate, device=in_place.device)
+                for name, source in (("train", train), ("query", query))
+            }
+            lengths = _lengths(in_place, loss, sets["train"])
+            count = 1 if lengths is None else strands
+            losses = [loss] if count == 1 else [Strand(loss, number, count) for number in range(count)]
+            parts = [(PerExample(in_place, one, buffer_bytes), sets["train"]) for one in losses]
+            held, asked = Gradients(parts), Gradients([(PerExample(in_place, loss, buffer_bytes), sets["query"])])
 
-        def products(values: np.ndarray) -> Tensor:
-            return -torch.from_numpy(values).to(device, torch.float64)
+            def wide(values: np.ndarray) -> Tensor:
+                return torch.from_numpy(values).to(in_place.device, torch.float64)
 
-        asked = gradient_similarity(model, train, query, buffer_bytes=buffer_bytes, **given)
-        self._fingerprints = asked.provenance["fingerprints"]
-        self._query = products(asked.values)
-        self._train = products(gradient_similarity(model, train, train, buffer_bytes=buffer_bytes, **given).values)
-        self._query_squares = products(gradient_self_influence(model, query, **given))
+            self._held, self._asked = (wide(products(held, side, buffer_bytes)) for side in (held, asked))
+            self._query_squares = torch.cat(
+                [part.double().square().sum(1) for _, part in asked(range(len(asked)), False)]
+            )
+            self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
+        self._strands, self._samples = count, len(sets["train"])
+        # An example's gradient is the sum of its strands', which are shares of a mean over T tokens; held, they are
+        # sums over √T.
+        roots = torch.ones(self._samples) if lengths is None else lengths.sqrt()
+        self._roots = roots.to(self._held).repeat(count)
+
+    def _together(self, strands: Float[Tensor, "strand other"]) -> Float[Tensor, "sample other"]:
+        """Sums over the strands of each example."""
+        return strands.unflatten(0, (self._strands, self._samples)).sum(0)
 
     def influence(self, *, kappa: float = 10.0, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -100,26 +148,31 @@ class FirstOrder:
         check_kappa(kappa)
         if kappa == "auto":
             raise InputError("kappa", got="'auto'", expected="a number: there is no noise to choose it by")
-        products, asked = self._train, self._query
-        train, query = products.diagonal(), self._query_squares
+        among, asked, query = self._held, self._asked, self._query_squares
         if spread is not None:
-            wider, widths = (self._widths(name, now, spread) for name, now in (("train", train), ("query", query)))
-            products, asked = products * torch.outer(wider, wider), asked * torch.outer(wider, widths)
-            train, query = train * wider.square(), query * widths.square()
-        held = asked
+            squares = self._together(self._together(among).T).diagonal()
+            wider, widths = (self._widths(name, now, spread) for name, now in (("train", squares), ("query", query)))
+            wider = wider.repeat(self._strands)
+            among, asked = among * torch.outer(wider, wider), asked * torch.outer(wider, widths)
+            query = query * widths.square()
+        across = self._together(among)
+        scores, train = self._together(asked), self._together(across.T).diagonal()
         if kappa:
-            slack = _largest(products) / kappa
-            root = torch.linalg.cholesky(products + slack * torch.eye(len(products)).to(products))
+            roots = self._roots
+            damped = among * torch.outer(roots, roots)
+            damped.diagonal().add_(_largest(damped) / kappa)
+            root = torch.linalg.cholesky(damped)
+            across, asked = across * roots, asked * roots[:, None]
             solved = torch.cholesky_solve(asked, root)
-            held = slack * solved
+            scores = scores - across @ solved
             if normalize:
-                train = slack * (1 - slack * torch.cholesky_inverse(root).diagonal())
+                train = train - (across * torch.cholesky_solve(across.T, root).T).sum(1)
                 query = query - (asked * solved).sum(0)
         if normalize:
             lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
-            held = held / torch.outer(*lengths)
+            scores = scores / torch.outer(*lengths)
         return Scores(
-            values=-held.float().cpu().numpy(),
+            values=-scores.float().cpu().numpy(),
             method="first order",
             normalized=normalize,
             scale=None,
@@ -137,6 +190,19 @@ class FirstOrder:
         losses = run.traces.sequence_losses(name)[:, :, :][run.healthy_chains]
         moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
+
+
+def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"] | None:
+    """How many tokens of each sequence have a loss; None where a sample has one loss."""
+    first = data.batch(range(1))
+    found = model.evaluate(loss, model.moving.center[None], first)[0]
+    if found.ndim == 1:
+        return None
+    if token_mask(loss, first) is None:
+        return torch.full((len(data),), float(found.shape[1]))
+    blocks = (range(start, min(start + TOGETHER, len(data))) for start in range(0, len(data), TOGETHER))
+    masks = (token_mask(loss, data.batch(some)) for some in blocks)
+    return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])
 
 
 def _largest(products: Float[Tensor, "train train"]) -> float:

@@ -7,8 +7,9 @@ Reference: Charpiat et al., *Input similarity from the neural network perspectiv
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,32 +76,62 @@ def gradient_similarity(
             name: Data(source, name, collate=collate, device=in_place.device)
             for name, source in (("train", train), ("query", query))
         }
-        gradients = PerExample(in_place, loss, buffer_bytes)
-        row_bytes = moving.total * moving.dtype.itemsize
-        block = max(1, int(buffer_bytes / row_bytes) - gradients.at_once)
-
-        def passes(held: str, passing: str) -> int:
-            return len(sets[held]) + -(-len(sets[held]) // block) * len(sets[passing])
-
-        values = np.empty((len(sets["train"]), len(sets["query"])), np.float32)
-        kept, passing = min((("query", "train"), ("train", "query")), key=lambda names: passes(*names))
-        table = values.T if kept == "train" else values  # of those that pass by those that are held
-        # Made once and filled: put together from parts, they would take twice the buffer.
-        room = torch.empty(min(block, len(sets[kept])), moving.total, dtype=moving.dtype, device=in_place.device)
-        for start in range(0, len(sets[kept]), block):
-            columns = range(start, min(start + block, len(sets[kept])))
-            held = room[: len(columns)]
-            for some, part in gradients(sets[kept], columns, cosine):
-                held[some.start - start : some.stop - start] = part
-            for rows, part in gradients(sets[passing], range(len(sets[passing])), cosine):
-                table[rows.start : rows.stop, columns.start : columns.stop] = -(part @ held.T).float().cpu().numpy()
+        each = PerExample(in_place, loss, buffer_bytes)
+        left, right = (Gradients([(each, data)]) for data in sets.values())
+        values = products(left, right, buffer_bytes, unit=cosine)
         fingerprints = {name: data.fingerprint() for name, data in sets.items()}
     return Scores(
-        values=values,
+        values=np.negative(values, out=values),
         method="gradient cosine" if cosine else "gradient dot product",
         scale=None,
         provenance={"fingerprints": fingerprints},
     )
+
+
+class Gradients:
+    """Gradients of losses, one after another: those of all examples of a first set, of a second, ..."""
+
+    def __init__(self, parts: Sequence[tuple[PerExample, Data]]) -> None:
+        self.parts = parts
+        self._bounds = list(itertools.accumulate((len(data) for _, data in parts), initial=0))
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def __call__(self, rows: range, unit: bool) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
+        """Give blocks of these rows, each gradient of length 1 where asked."""
+        for (each, data), start, stop in zip(self.parts, self._bounds, self._bounds[1:], strict=False):
+            some = range(max(rows.start, start) - start, min(rows.stop, stop) - start)
+            for chosen, gradients in each(data, some, unit):
+                yield range(start + chosen.start, start + chosen.stop), gradients
+
+
+def products(
+    left: Gradients, right: Gradients, buffer_bytes: int, *, unit: bool = False
+) -> Float[np.ndarray, "left right"]:
+    """Return the products of gradients of both sides, or of one with itself, in which each pair is taken once."""
+    first, _ = left.parts[0]
+    moving, device = first.moving, first.device
+    block = max(1, int(buffer_bytes / (moving.total * moving.dtype.itemsize)) - first.at_once)
+
+    def passes(held: Gradients, passing: Gradients) -> int:
+        return len(held) + -(-len(held) // block) * len(passing)
+
+    values = np.empty((len(left), len(right)), np.float32)
+    held, passing = min(((right, left), (left, right)), key=lambda sides: passes(*sides))
+    table = values if held is right else values.T  # of those that pass by those that are held
+    # Made once and filled: put together from parts, they would take twice the buffer.
+    room = torch.empty(min(block, len(held)), moving.total, dtype=moving.dtype, device=device)
+    for start in range(0, len(held), block):
+        stop = min(start + block, len(held))
+        kept = room[: stop - start]
+        for some, part in held(range(start, stop), unit):
+            kept[some.start - start : some.stop - start] = part
+        for rows, part in passing(range(start if left is right else 0, len(passing)), unit):
+            table[rows.start : rows.stop, start:stop] = (part @ kept.T).float().cpu().numpy()
+        if left is right:
+            values[start:stop, stop:] = values[stop:, start:stop].T
+    return values
 
 
 def gradient_self_influence(
@@ -125,6 +156,7 @@ class PerExample:
 
     def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._model, self._loss = model, loss
+        self.moving, self.device = model.moving, model.device
         self._mapped: bool | None = None
         row_bytes = model.moving.total * model.moving.dtype.itemsize
         # A quarter of the buffer for those that are being made, the rest for those that are held.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -191,9 +191,14 @@ def sample_means(losses: Float[Tensor, "sample ..."], loss: Loss, batch: Batch) 
     """Return one loss a sample; a sequence's is the mean of its real tokens'."""
     if losses.ndim == 1:
         return losses
-    mask = token_mask(loss, batch)
-    real = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
+    real = real_tokens(losses, loss, batch)
     return torch.where(real, losses, 0).sum(1) / real.sum(1)
+
+
+def real_tokens(losses: Float[Tensor, "sample token"], loss: Loss, batch: Batch) -> Bool[Tensor, "sample token"]:
+    """Return which entries of per-token losses count: all, where the loss does not say."""
+    mask = token_mask(loss, batch)
+    return torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
 
 
 def token_mask(loss: Loss, batch: Batch) -> Tensor | None:

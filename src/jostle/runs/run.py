@@ -481,8 +481,8 @@ class Run:
     def _moves(self, centering: Centering) -> Moves:
         """How the training losses move: found once, for it takes a while."""
         if centering not in self._known_moves:
-            losses = self._sequence_losses("train", "mean")
-            self._known_moves[centering] = Moves(losses, self.healthy_chains, centering)
+            self._require_set("train")
+            self._known_moves[centering] = Moves(self.traces.held_losses("train"), self.healthy_chains, centering)
         return self._known_moves[centering]
 
     def _require_set(self, name: str) -> None:

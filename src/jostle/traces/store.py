@@ -38,6 +38,7 @@ import zarr.errors
 from jaxtyping import Float, Int
 from zarr.core.sync import sync
 
+from jostle.conditioning import MOST_MOVES
 from jostle.errors import InputError
 from jostle.traces.stores import Place, occupied, options, reaching, require_reachable
 from jostle.traces.tensor_files import to_disk
@@ -51,6 +52,10 @@ Part = Literal["odd", "even"]
 
 HELD_BYTES = 128 << 20
 """Sequences' losses are held in memory where they take no more than this at all draws; reading them takes as much."""
+
+STRANDS, STRAND_BYTES = 16, 512 << 20
+"""Of a sequence, and what those of all sequences may take in memory. With 8 of them or with every token by itself, 400
+draws say the same; see docs/reading.md."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,11 @@ class Traces:
         """Return the losses of a set with one number a sample, (chain, draw, sample), also where they are per token."""
         columns, losses = self.columns(name), self.losses(name)
         return SequenceLosses(losses, columns, reduction) if columns.per_token else losses
+
+    def held_losses(self, name: str) -> Trace | Strands:
+        """Return the losses of a set as they are held: those of samples, or of strands of tokens."""
+        columns, losses = self.columns(name), self.losses(name)
+        return Strands(losses, columns) if columns.per_token else losses
 
     def observable(self, name: str) -> Trace:
         """Return the values of another observable, (chain, draw, component)."""
@@ -399,52 +409,107 @@ class Trace:
             yield f"{self._array.path}/c/{'/'.join(map(str, place))}", region
 
 
-class SequenceLosses:
-    """Per-token losses seen as one number a sequence: (chain, draw, sample).
+class TokenSums:
+    """Per-token losses added up in groups, seen as a trace: (chain, draw, group).
 
-    ``mean`` averages a sequence's tokens and ``sum`` adds them up (the paper's ℓᵢ). A chunk of the store holds all
-    tokens of a few draws, so that whoever asks for a few sequences reads all of them: their numbers are read once and
-    held, where they fit into `HELD_BYTES`.
+    A chunk of the store holds all tokens of a few draws, so that whoever asks for a few groups reads all of them: their
+    numbers are read once and held, where they fit into ``held_bytes``.
+
+    Args:
+        tokens: the trace of the tokens.
+        members: the tokens of all groups, one group after another.
+        bounds: where in these each group begins, and the last one ends.
+        divisors: what the sum of each group is divided by.
+        held_bytes: what may be held in memory.
     """
 
-    def __init__(self, tokens: Any, columns: Columns, reduction: str) -> None:
-        assert columns.offsets is not None
-        self._tokens, self._offsets, self._reduction = tokens, columns.offsets, reduction
-        self.shape = (*tokens.shape[:2], columns.samples)
+    def __init__(
+        self,
+        tokens: Any,
+        members: Int[np.ndarray, " token"],
+        bounds: Int[np.ndarray, " bound"],
+        divisors: Float[np.ndarray, " group"],
+        held_bytes: int,
+    ) -> None:
+        self._tokens, self._members, self._bounds, self._divisors = tokens, members, bounds, divisors
+        self._in_place = bool((np.diff(members) == 1).all())
+        self.shape = (*tokens.shape[:2], len(divisors))
         self.dtype = tokens.dtype
-        self._holds = hasattr(tokens, "chunks") and math.prod(self.shape) * self.dtype.itemsize <= HELD_BYTES
-        self.read_per_column = 1 if self._holds else int(np.diff(columns.offsets).max())
+        self._held_bytes = held_bytes
+        self._holds = hasattr(tokens, "chunks") and math.prod(self.shape) * self.dtype.itemsize <= held_bytes
+        self.read_per_column = 1 if self._holds else int(np.diff(bounds).max())
         """How many numbers are read for each one returned, at most."""
 
-    def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw sample"]:
-        return self._held[index] if self._holds else self._reduced(*index)
+    def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw group"]:
+        return self._held[index] if self._holds else self._summed(*index)
 
     @functools.cached_property
-    def _held(self) -> Float[np.ndarray, "chain draw sample"]:
+    def _held(self) -> Float[np.ndarray, "chain draw group"]:
         held = np.empty(self.shape, self.dtype)
         draws = self._tokens.chunks[1]
 
         def read(place: tuple[int, int]) -> None:
             block = (slice(place[0], place[0] + 1), slice(place[1], place[1] + draws))
-            held[block] = self._reduced(*block, slice(None))
+            held[block] = self._summed(*block, slice(None))
 
         chunks = itertools.product(range(self.shape[0]), range(0, self.shape[1], draws))
         chunk = draws * self._tokens.shape[2] * self.dtype.itemsize
         with ThreadPoolExecutor(
-            max(1, min(os.cpu_count() or 1, HELD_BYTES // (4 * chunk)))
+            max(1, min(os.cpu_count() or 1, self._held_bytes // (4 * chunk)))
         ) as pool:  # a few copies each
             for _ in pool.map(read, chunks):  # what goes wrong is raised here
                 pass
         return held
 
-    def _reduced(self, chains: Any, draws: Any, samples: slice) -> Float[np.ndarray, "chain draw sample"]:
-        start, stop, _ = samples.indices(self.shape[2])
-        offsets = self._offsets[start : stop + 1]
-        tokens = np.asarray(self._tokens[chains, draws, int(offsets[0]) : int(offsets[-1])])
-        values = np.add.reduceat(tokens, offsets[:-1] - offsets[0], axis=2, dtype=np.float64)
-        if self._reduction == "mean":
-            values /= np.diff(offsets)
+    def _summed(self, chains: Any, draws: Any, groups: slice) -> Float[np.ndarray, "chain draw group"]:
+        start, stop, _ = groups.indices(self.shape[2])
+        bounds = self._bounds[start : stop + 1]
+        members = self._members[int(bounds[0]) : int(bounds[-1])]
+        first = int(members.min())
+        tokens = np.asarray(self._tokens[chains, draws, first : int(members.max()) + 1])
+        if not self._in_place:
+            tokens = tokens[:, :, members - first]
+        values = np.add.reduceat(tokens, bounds[:-1] - bounds[0], axis=2, dtype=np.float64)
+        values /= self._divisors[start:stop]
         return values.astype(self.dtype)
+
+
+class SequenceLosses(TokenSums):
+    """Per-token losses seen as one number a sequence: (chain, draw, sample).
+
+    ``mean`` averages a sequence's tokens and ``sum`` adds them up (the paper's ℓᵢ).
+    """
+
+    def __init__(self, tokens: Any, columns: Columns, reduction: str) -> None:
+        assert columns.offsets is not None
+        lengths = np.diff(columns.offsets)
+        divisors = lengths if reduction == "mean" else np.ones(len(lengths))
+        super().__init__(tokens, np.arange(columns.total), columns.offsets, divisors, HELD_BYTES)
+
+
+class Strands(TokenSums):
+    """Per-token losses as they are held where influence is read at a larger n_beta: (chain, draw, strand).
+
+    It is the tokens' losses that are log-likelihoods of their own, so that the sum of gₜgₜᵀ over tokens, not that of
+    gᵢgᵢᵀ over sequences, stands for the Hessian (`jostle.conditioning`). Tokens are many: a sequence's are dealt out in
+    turn to up to `STRANDS` strands, and each strand's sum is held. Where a model's tokens surprise it independently,
+    that is the same in the mean. Divided by the root of the sequence's length, since it counts by its mean loss.
+    """
+
+    def __init__(self, tokens: Any, columns: Columns) -> None:
+        assert columns.offsets is not None
+        lengths = np.diff(columns.offsets)
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(columns.total) - columns.offsets[owner]
+        draws = tokens.shape[0] * tokens.shape[1]
+        room = STRAND_BYTES // (draws * len(lengths) * tokens.dtype.itemsize)
+        if draws > MOST_MOVES:  # so that what is held is fewer, if draws are not
+            room = min(room, MOST_MOVES // len(lengths))
+        strand = owner * columns.total + place % max(1, min(STRANDS, room))
+        members = np.argsort(strand, kind="stable")
+        begins = np.flatnonzero(np.diff(strand[members], prepend=-1))
+        divisors = np.sqrt(lengths[owner[members[begins]]])
+        super().__init__(tokens, members, np.append(begins, columns.total), divisors, STRAND_BYTES)
 
 
 class PickedColumns:

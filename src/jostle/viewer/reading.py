@@ -22,7 +22,7 @@ from jostle.diagnose import Sample, diagnose, read_sample
 from jostle.errors import EstimateWarning, InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
 from jostle.scores import Scores
-from jostle.traces.store import Columns, SequenceLosses, Traces
+from jostle.traces.store import Columns, SequenceLosses, Strands, Traces
 from jostle.traces.stores import Place
 
 SETS = ("train", "query")
@@ -252,7 +252,8 @@ class Reading:
 
     @cached_property
     def _moves(self) -> Moves:
-        return Moves(self._by_example("train"), self.chains)
+        losses, columns = self._losses("train"), self.columns("train")
+        return Moves(Strands(losses, columns) if columns.per_token else losses, self.chains)
 
     def _by_example(self, name: str) -> Trace:
         losses, columns = self._losses(name), self.columns(name)
