@@ -37,6 +37,9 @@ from jostle.evaluate import Bank
 from jostle.losses import Loss
 from jostle.traces.store import STRANDS
 
+DAMPINGS = (1e-8, 1e-6, 1e-4, 1e-2, 1.0)
+"""Tried for EK-FAC, besides kronfluence's own."""
+
 KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
@@ -83,6 +86,8 @@ def baselines(case: Case) -> Iterator[tuple[str, Callable[[], jostle.Scores]]]:
         name = "gradient cosine" if cosine else "gradient similarity"
         yield name, lambda cosine=cosine: gradient_similarity(*given, loss=case.loss, cosine=cosine)
     yield "EK-FAC", lambda: ekfac(*given, loss=case.loss)
+    for damping in DAMPINGS:
+        yield f"EK-FAC, damping {damping:g}", lambda damping=damping: ekfac(*given, loss=case.loss, damping=damping)
 
 
 def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:

@@ -34,6 +34,9 @@ from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
 
+KAPPA = 100.0
+"""The best of six for the five models that it was tried on (docs/reading.md); others are reported there."""
+
 TOGETHER = 256
 """Sequences whose tokens are counted at once."""
 
@@ -136,11 +139,12 @@ class FirstOrder:
         """Sums over the strands of each example."""
         return strands.unflatten(0, (self._strands, self._samples)).sum(0)
 
-    def influence(self, *, kappa: float = 10.0, normalize: bool = False, spread: Draws | None = None) -> Scores:
+    def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
 
         Args:
-            kappa: 0 is `gradient_similarity`; the larger, the more the training losses are held.
+            kappa: 0 is `gradient_similarity`; the larger, the more the training losses are held. For a model that is
+                trained again for a few steps only, 1 or less is better.
             normalize: −correlations instead of −covariances; at κ = 0, −cosines.
             spread: a run of draws without a gradient (`jostle.Gaussian`) on the same data: every loss moves as far as
                 it did there, instead of by the length of its gradient. A few tens of draws are enough.
