@@ -194,15 +194,21 @@ def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
     names = [
         [f"BIF sweep n_beta {n_beta:g} localization {g:g}" for g in SWEEP["localization"]] for n_beta in SWEEP["n_beta"]
     ]
-    missing = {"per_query": np.nan, "mean_loss": np.nan, "mean_loss_at_center": 0.0}
+    nothing = dict.fromkeys(("per_query", "per_query_error", "mean_loss", "mean_loss_at_center"), np.nan)
     for panel, kind in zip(panels, ("covariance", "correlation", "rise"), strict=True):
         table = np.full((len(names), len(names[0])), np.nan)
-        for (i, j), name in np.ndenumerate(np.array(names)):
-            row = methods.get(f"{name}, {'covariance' if kind == 'rise' else kind}", missing)
-            table[i, j] = row["mean_loss"] - row["mean_loss_at_center"] if kind == "rise" else row["per_query"]
-        panel.imshow(table, cmap="viridis", aspect="auto")
+        errors = table.copy()
+        for place, name in np.ndenumerate(np.array(names)):
+            row = methods.get(f"{name}, {'covariance' if kind == 'rise' else kind}", nothing)
+            table[place] = row["mean_loss"] - row["mean_loss_at_center"] if kind == "rise" else row["per_query"]
+            errors[place] = np.nan if kind == "rise" else row["per_query_error"]
+        panel.set_facecolor("0.9")  # of cells that were not sampled
+        image = panel.imshow(table, cmap="viridis", aspect="auto")
         for (i, j), value in np.ndenumerate(table):
-            panel.text(j, i, "–" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color="white")
+            text = "–" if np.isnan(value) else f"{value:.2f}"
+            text += "" if np.isnan(errors[i, j]) else f" ± {errors[i, j]:.2f}"
+            light = np.isnan(value) or image.norm(value) > 0.6
+            panel.text(j, i, text, ha="center", va="center", color="black" if light else "white", fontsize=9)
         panel.set_xticks(range(len(SWEEP["localization"])), [f"{g:g}" for g in SWEEP["localization"]])
         panel.set_yticks(range(len(SWEEP["n_beta"])), [f"{n:g}" for n in SWEEP["n_beta"]])
         title = "rise in mean loss (nats)" if kind == "rise" else f"LDS per query, {kind}"

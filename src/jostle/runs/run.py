@@ -180,7 +180,8 @@ class Run:
                 variance falls to 1/(1 + kappa). 0 reads what was sampled, as in the paper; docs/reading.md says when
                 10 is better. ``"auto"`` is the largest of 10, 3 and 1 that the draws support, or 0: at which scores
                 from halves of them agree about as well as they do at 0. What was chosen is
-                ``provenance["kappa"]``. Takes memory for draws × training examples, or draws × draws.
+                ``provenance["kappa"]``. Takes memory for draws × training examples, or draws × draws. Of per-token
+                losses, strands of tokens are held (`jostle.traces.store.Strands`), which take up to 512 MB more.
             train: only these training examples, in this order (``provenance["train"]``).
             queries: only these queries, in this order (``provenance["query"]``).
             standard_error: also estimate the Monte Carlo standard error of every score.
