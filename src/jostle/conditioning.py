@@ -9,8 +9,8 @@ is the covariance of a and b when, besides, every training loss is held where it
 losses move most, their variance falls to 1/(1 + κ) of what was sampled.
 
 Of losses that are linear in the weights this is exact, and the same as adding Σᵢ gᵢgᵢᵀ/λ to the precision of the
-weights. For a log-likelihood that sum (the empirical Fisher matrix) stands for the Hessian of Σᵢ ℓᵢ. Of a language model
-it is a sum over tokens, so what is held there are these, in strands (`jostle.traces.store.Strands`). So draws without a
+weights. For a log-likelihood that sum (the empirical Fisher matrix) stands for the Hessian of Σᵢ ℓᵢ. Of a language
+model it is a sum over tokens, so these are held there, in strands (`jostle.traces.store.Strands`). So draws without a
 gradient, read at κ, are to first order what `jostle.calibration` would sample: n_beta·λmax = κ·localization.
 What was sampled at κ₀ > 0 already is multiplied: read at κ, it stands at about κ₀ + κ(1 + κ₀).
 
