@@ -24,7 +24,7 @@ def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
-    left_out = (", seed", "sweep", "covariance", READ)
+    left_out = (", seed", "sweep", "covariance", "read at κ")
     return [
         name for name in first
         if name in twice or (name not in tried and not any(part in name for part in left_out))

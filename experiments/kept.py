@@ -111,7 +111,7 @@ class KeptRun:
     about: dict[str, Any]
 
     def influence(self, *, normalize: bool = False, kappa: float = 0.0, draws: int | None = None) -> Scores:
-        """As that of the run, or of the first draws of each chain."""
+        """As that of the run, or of the first draws of each chain; at a κ, with whole sequences held, not tokens."""
         train, query = (self.losses[part][:, :draws] for part in SETS)
         return influence(train, query, self.about["fingerprints"], normalize=normalize, kappa=kappa)
 

@@ -35,6 +35,7 @@ from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.estimate import covariance
 from jostle.evaluate import Bank
 from jostle.losses import Loss
+from jostle.models.functional import token_mask
 from jostle.traces.store import STRANDS
 
 DAMPINGS = (1e-8, 1e-6, 1e-4, 1e-2, 1.0)
@@ -44,6 +45,7 @@ KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
 SAMPLED, FIRST_ORDER, SPREAD = "sampled at κ = 10", "first order, no draws", "first order, spread of 40 draws"
+FEW_STRANDS, FEW = "first order, 4 strands", 4
 KINDS = ("covariance", "correlation")
 
 
@@ -105,9 +107,9 @@ def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_order(case: Case, *, spread: bool) -> dict[str, Any]:
+def first_order(case: Case, *, spread: bool, strands: int = STRANDS) -> dict[str, Any]:
     """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked."""
-    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, strands=STRANDS), None
+    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, strands=strands), None
     if spread:
         chosen = jostle.calibrate(
             case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
@@ -143,6 +145,9 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
         if label not in kept:
             kept[label] = first_order(case, spread=label == SPREAD)
             record.write()
+    if FEW_STRANDS not in kept and token_mask(case.loss, Data(case.train, "train").batch(range(1))) is not None:
+        kept[FEW_STRANDS] = first_order(case, spread=False, strands=FEW)
+        record.write()
     cells = [(f"rise {rise:g}", {"rise": rise, "kappa": 0.0}, seed) for seed in range(seeds) for rise in RISES]
     for label, settings, seed in [*cells, (SAMPLED, {}, 0)]:
         key = f"{label}, seed {seed}"

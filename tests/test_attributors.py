@@ -157,6 +157,39 @@ def test_first_order_holds_strands_of_tokens(normalize: bool, strands: int) -> N
         np.testing.assert_allclose(found, -expected, rtol=5e-3, atol=1e-4 * np.abs(expected).max())
 
 
+def test_strands_move_as_far_as_their_sequence_does_in_a_run() -> None:
+    model, given = tiny("gpt2"), {"loss": jostle.losses.next_token()}
+    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]], [[5, 6, 8], [12, 13, 9, 11]]
+    run = jostle.attribute(
+        model, train, query, sampler=jostle.Gaussian(), progress=False, chains=2, draws=20, **given,
+        posterior=jostle.Posterior(n_beta=0, localization=1e3, weights="attention"),
+    )  # fmt: skip
+    limit = FirstOrder(model, train, query, weights="attention", strands=2, **given)
+    parameters = [value for name, value in model.named_parameters() if ".attn." in name]
+    sides = []
+    for name, rows in (("train", train), ("query", query)):
+        tokens = tokens_by_hand(model, rows, parameters)
+        moved = run.traces.sequence_losses(name)[:, :, :].std((0, 1), dtype=np.float64)
+        sides.append([one * (far / np.linalg.norm(one.mean(0))) for one, far in zip(tokens, moved, strict=True)])
+    left, right = (np.stack([one.mean(0) for one in side]) for side in sides)
+    held = np.stack([one[number::2].sum(0) / np.sqrt(len(one)) for one in sides[0] for number in range(2)])
+    slack = np.linalg.eigvalsh(held @ held.T)[-1] / 30
+    expected = left @ right.T - left @ held.T @ np.linalg.solve(held @ held.T + slack * np.eye(6), held @ right.T)
+    found = limit.influence(kappa=30.0, spread=run).values
+    np.testing.assert_allclose(found, -expected, rtol=5e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_gradient_that_fits_the_buffer_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    several = PerExample._gradients
+    monkeypatch.setattr(
+        PerExample, "_gradients", lambda self, data, chosen: taken.append(len(chosen)) or several(self, data, chosen)
+    )
+    given: dict[str, Any] = {"loss": jostle.losses.next_token(), "weights": "attention"}
+    FirstOrder(tiny("gpt2"), [[5, 6, 7], [8, 9, 10, 11]], [[5, 7, 9]], strands=9, **given)
+    assert sum(taken) == 3 * 2 + 1  # nor has a sequence more strands than the longest has tokens
+
+
 def test_draws_of_a_language_model_tend_to_the_first_order() -> None:
     """With every token in a strand of its own, read at κ = 10, to their Monte Carlo error; not with whole sequences."""
     model = tiny("gpt2").double()
@@ -214,7 +247,7 @@ def test_first_order_refuses() -> None:
     nn.init.zeros_(model[2].weight)  # so that the first layer moves nothing
     with pytest.raises(jostle.InputError, match="gradients that are all 0"):
         FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
-    with pytest.raises(jostle.InputError, match="strands: got 0, expected 1 or more"):
+    with pytest.raises(jostle.InputError, match="strands: got 0, expected a whole number"):
         FirstOrder(model, train, query, strands=0)
 
 

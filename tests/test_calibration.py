@@ -391,6 +391,7 @@ def test_no_gradient_is_the_control() -> None:
     chosen = calibrate(problem.model(), problem.data, loss=REGRESSION, kappa=0)
     assert chosen.sampler == jostle.Gaussian()
     assert (chosen.posterior.n_beta, chosen.burn_in, chosen.thin) == (0, 1, 1)
+    assert chosen.choices[0].reason.endswith(" examples)")  # its run rises as far
 
 
 def test_bfloat16_weights_are_measured_in_float32() -> None:
@@ -517,7 +518,8 @@ def test_commands(task: list[str], tmp_path: Path) -> None:
     file = tmp_path / "chosen.yaml"
     result = jostle_command("calibrate", file, *task, "--rise", "0.2", "--kappa", "1", "--thin", "3")
     assert result.exit_code == 0, result.stderr
-    assert "raise the mean loss of" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert re.search(r"raise the mean loss of .* examples\) without a gradient; the run's own rise is lower", said)
     settings = yaml.safe_load(file.read_text())
     assert settings["thin"] == 3
     assert settings["calibration"]["rise"] == pytest.approx(0.2, rel=0.05)

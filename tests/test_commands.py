@@ -435,6 +435,17 @@ def test_words_that_are_not_understood(words: str, said: str, says: Says) -> Non
     says(f"`jostle {words}`", result.stderr.strip(), 2)
 
 
+def test_help_names_a_config_alike_where_it_is_written_and_where_it_is_read() -> None:
+    written, read = (
+        CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+        for name in ("calibrate", "run")
+    )
+    assert re.search(r"Usage: .* calibrate \[OPTIONS\] \{?FILE\}?", written)
+    assert re.search(r"FILE +<path> +Where the config goes; ending in \.yaml", written)
+    assert "jostle run OUT --config FILE" in written
+    assert re.search(r"--config +FILE +The config\.yaml of a run, to repeat it, or what jostle calibrate wrote", read)
+
+
 def test_help_shows_the_defaults_that_are_set() -> None:
     for shown in (options_of("run"), options_of("calibrate")):
         for name, value in presets.DEFAULTS.items():

@@ -222,6 +222,29 @@ def test_the_thinning_it_asks_for_is_enough() -> None:
 
 
 @pytest.mark.usefixtures("fewer_series")
+def test_where_only_draws_are_missing_the_run_is_extended() -> None:
+    """Chains that have arrived, and draws that are worth a third each: as many again are cheaper than another run."""
+    every = judge(0.5 / LARGEST, draws=60, thin=8)
+    missing = {}
+    for number, found in enumerate(every):
+        if kinds(found) != {"few effective draws"}:
+            continue
+        if found["effective_draws"] > 70:
+            missing[number] = found["verdict"]["settings"]
+            assert missing[number].keys() == {"draws"}
+            assert re.search(r"; raise --draws to \d+$", found["verdict"]["summary"])
+            told = diagnose.command({"source": {}}, found["verdict"], Path("a"))
+            assert told == f"jostle extend a --draws {missing[number]['draws']:.0f}"
+        elif found["effective_draws"] < 60:  # more draws than another run would have, with more steps between them
+            assert found["verdict"]["settings"].keys() == {"thin"}
+    assert len(missing) > 3
+    # The same chains, longer.
+    extended = judge(0.5 / LARGEST, draws=int(max(asked["draws"] for asked in missing.values())), thin=8)
+    good = [extended[number]["verdict"]["level"] == "good" for number in missing]
+    assert np.mean(good) > 0.8
+
+
+@pytest.mark.usefixtures("fewer_series")
 def test_too_few_draws() -> None:
     for found in judge(0.2 / LARGEST, draws=12, thin=100):
         assert found["verdict"]["level"] in ("doubtful", "unreliable")

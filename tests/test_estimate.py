@@ -219,7 +219,7 @@ def test_strands_deal_the_tokens_of_a_sequence_out_in_turn(monkeypatch: pytest.M
     monkeypatch.setattr(store, "STRANDS", 16)
     monkeypatch.setattr(store, "STRAND_BYTES", 2 * 60 * 3 * 4)
     np.testing.assert_allclose(Strands(tokens, columns)[:, :, :], expected, rtol=1e-5)
-    monkeypatch.setattr(store, "MOST_MOVES", 5)
+    monkeypatch.setattr(store, "FEW_MOVES", 5)
     whole = SequenceLosses(tokens, columns, "mean")[:, :, :] * np.sqrt([3, 1, 6])
     np.testing.assert_allclose(Strands(tokens, columns)[:, :, :], whole, rtol=1e-5)
 

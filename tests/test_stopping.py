@@ -14,7 +14,7 @@ from torch import Tensor
 import jostle
 from jostle.chains.chain import Dynamics
 from jostle.chains.stopping import next_round
-from jostle.diagnose import THE_SAME, Sample, effective_draws
+from jostle.diagnose import THE_SAME, Sample, effective_draws, read_sample
 from jostle.estimate import SLOW
 from reference import LinearGaussian
 from test_commands import jostle_command
@@ -63,6 +63,11 @@ def test_stops_at_the_first_round_with_so_many_effective_draws(wanted: int) -> N
     assert stopped.diagnostics()["draws"] == first
     # Nearly all losses have reached it; what most of them are worth is more.
     assert wanted <= stopped.manifest["measured"]["ess"] <= stopped.diagnostics()["effective_draws"]
+    assert stopped.stopped is not None
+    assert stopped.stopped.endswith(" (ess is what 19 in 20 losses have, the verdict's effective draws 3 in 4)")
+    assert SLOW == 19 / 20
+    sample = read_sample(stopped.traces, stopped.healthy_chains)
+    assert effective_draws(sample, 3 / 4)[1] == stopped.diagnostics()["effective_draws"]
     assert f"× {first} draws" in repr(stopped)
 
 

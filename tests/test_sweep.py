@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy.stats import spearmanr
 
 import jostle
+from jostle.cli.terminal import print_sweep
 from jostle.evaluate import Bank, random_subsets
 from test_calibration import TASK
 from test_commands import jostle_command
@@ -120,6 +124,28 @@ def test_side_by_side_the_numbers_are_the_same(task: list[str], tmp_path: Path) 
     assert [cell["value"] for cell in one] == [cell["value"] for cell in two]
     pictures = sorted(path.name for path in (tmp_path / "one").glob("*.png"))
     assert pictures == ["sweep,step_size=0.01,burn_in=0.png", "sweep,step_size=0.01,burn_in=4.png"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
+    settings = {"n_beta": 12345.6, "localization": 500.333, "step_size": 1.23457e-06, "burn_in": 1200}
+    cell: dict[str, Any] = {"settings": settings, "fault": None, "failed_chains": 0}
+    refused = "refused: step_size: got 0.15 with a localization of 500.333, expected a step size below 0.008"
+    cells = [
+        cell | {"value": 0.123, "rise": -0.00467, "effective_draws": 1234.0, "verdict": "unreliable"},
+        cell | dict.fromkeys(("value", "rise", "effective_draws", "verdict")) | {"fault": refused},
+    ]
+    file = io.StringIO()
+    print_sweep(Console(file=file, width=width), cells, "agreement of halves")
+    lines = file.getvalue().splitlines()
+    assert "…" not in file.getvalue()
+    (first,) = [line.split() for line in lines if "unreliable" in line]
+    numbers = ["12345.6", "500.333", "1.23457e-06", "1200"]
+    assert first == [*numbers, "0.123", "-0.00467", "1234", "unreliable"]
+    row = next(number for number, line in enumerate(lines) if line.split()[:5] == [*numbers, "step_size:"])
+    remark = " ".join(" ".join(lines[row:]).split()).removeprefix(" ".join(numbers)).strip()
+    assert remark == "step_size: got 0.15 with a localization of 500.333"
+    assert width < 80 or max(map(len, lines)) <= width
 
 
 def test_bad_input(task: list[str], tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jostle
 from jostle.chains import thermometer
+from jostle.cli import app
 from reference import LinearGaussian
 
 LOSS = jostle.losses.regression(noise_variance=0.25)
@@ -171,7 +175,21 @@ def test_small_batches_that_heat_are_noticed() -> None:
     assert not too_hot(whole)
     (reason,) = too_hot(sample_run(problem, step, thin=20, batch_size=2).diagnostics())
     assert "small batches" in reason["finding"]
-    assert "--batch-size" in reason["advice"]
+    assert reason["advice"].endswith("; or, if it is the noise, raise --batch-size (to about 200)")  # there are no more
+
+
+def test_the_batches_that_hot_chains_are_told_are_enough_where_it_is_their_noise() -> None:
+    problem = LinearGaussian.random(samples=200, weights=12, n_beta=200, localization=8, off_minimum=0.1)
+    step = 0.25 / float(np.linalg.eigvalsh(problem.precision)[-1])
+    (reason,) = too_hot(sample_run(problem, step, thin=40, batch_size=2).diagnostics(support=False))
+    told = re.search(r"; or, if it is the noise, raise --batch-size \(to about (\d+)\)$", reason["advice"])
+    assert told, reason["advice"]
+    assert 16 < int(told[1]) < 150
+    # Whether it is, a temperature does not tell; a shorter step helps in either case.
+    assert reason["settings"].keys() == {"step_size", "thin", "burn_in"}
+    found = sample_run(problem, step, thin=40, batch_size=int(told[1])).diagnostics(support=False)
+    assert not too_hot(found)
+    assert found["temperature"]["value"] < 1.2
 
 
 def test_healthy_chains_are_never_too_hot() -> None:
@@ -205,9 +223,15 @@ def test_a_rule_without_a_step_size_that_is_too_hot_is_told_so() -> None:
     assert (reason["advice"], reason["settings"]) == ("raise --localization", {})
 
 
-def test_losses_beyond_all_bounds_are_judged() -> None:
-    """Finite, but not their products."""
+def test_losses_beyond_all_bounds_are_judged(tmp_path: Path) -> None:
+    """Finite, but not their products: in words, and not in warnings of arithmetic."""
+    sampler, out = jostle.BAOAB(step_size=1 / STEEPEST), tmp_path / "run"
     with pytest.warns(jostle.errors.ChainFailedWarning):
-        run = sample_run(SMALL, 0, sampler=jostle.BAOAB(step_size=1 / STEEPEST), batch_size=1, chains=4, draws=100)
-    found = run.diagnostics()
+        run = sample_run(SMALL, 0, sampler=sampler, batch_size=1, chains=4, draws=100, out=out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = run.diagnostics()
     assert found["verdict"]["level"] == "unreliable"
+    result = CliRunner().invoke(app, ["diagnose", str(out)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "these scores are not reliable: " in result.stdout

@@ -60,6 +60,16 @@ def test_a_report_holds_what_it_should_and_loads_nothing(place: Path, tmp_path: 
     assert [one["index"] for one in data["answers"]["examples?run=0&set=query"]["examples"]] == [1]
 
 
+def test_a_report_goes_where_the_shell_is_unless_told(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("report", place / "texts", "-q", 1, "-k", 2)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("report.html: ")
+    assert "jostle-answers" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.filterwarnings("ignore::jostle.errors.EstimateWarning")  # these draws support what they support
 @pytest.mark.parametrize("kappa", [10.0, 3.0, "auto"])
 @pytest.mark.parametrize("name", ["texts", "images"])

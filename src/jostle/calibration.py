@@ -377,7 +377,10 @@ def calibrate(
             reason = "given; it raises the mean loss by"
         found = float(rises.mean())
         error = standard_error(rises)
-        note("localization", localization, f"{reason} {found:.3g} ± {error:.1g} nats ({probe.examples} examples)")
+        reason += f" {found:.3g} ± {error:.1g} nats ({probe.examples} examples)"
+        if not isinstance(sampler, Gaussian):  # losses hold a chain that has their gradient where they are steep
+            reason += " without a gradient; the run's own rise is lower"
+        note("localization", localization, reason)
         curvature, nearby, steepest = None, None, 0.0
         if not isinstance(sampler, Gaussian):
             curvature = kept_curvature(probe, "at w*", moving.center, seed)

@@ -70,7 +70,7 @@ PROBED_EXAMPLES = 256
 """How many training examples support is read from; and as many queries."""
 
 MOST_MOVES = 4_096
-"""In how many directions the losses may move: as many as draws or training examples, whichever are fewer. The time
+"""In how many directions the losses may move: as many as draws or what is held, whichever are fewer. The time
 that finding them takes grows with the third power."""
 
 MOST_BATCHES = 20

@@ -81,7 +81,8 @@ class FirstOrder:
     """Products of all gradients at w*, from which scores can be read at any κ.
 
     Takes the gradients of all examples, or strands, a few times over where the buffer is smaller than they are, and
-    keeps their products with each other and with those of the queries, in double precision on the model's device.
+    keeps their products with each other and with those of the queries, in double precision on the model's device: for
+    all strands of all examples a matrix of that size, and a few more like it while scores are read.
 
     Args:
         model: the trained model, at w*.
@@ -90,8 +91,8 @@ class FirstOrder:
         loss: as for `jostle.attribute`; per-token losses are averaged over their sequence.
         weights: which weights the gradients are of.
         collate: makes a batch of a list of samples.
-        strands: into how many the tokens of a sequence are dealt, where losses are per token; the more, the better, and
-            the more gradients there are.
+        strands: into how many the tokens of a sequence are dealt, where losses are per token. More of them were better
+            wherever that was measured; each takes a gradient of every sequence.
         buffer_bytes: what the gradients held at once may take.
     """
 
@@ -107,8 +108,8 @@ class FirstOrder:
         strands: int = 4,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        if strands < 1:
-            raise InputError("strands", got=strands, expected="1 or more")
+        if not isinstance(strands, int) or strands < 1:
+            raise InputError("strands", got=strands, expected="a whole number, 1 or more")
         loss, moving = loss or classification_loss(), MovingWeights(model, weights)
         with eval_mode(model), InPlace(model, moving) as in_place:
             sets = {
@@ -116,20 +117,17 @@ class FirstOrder:
                 for name, source in (("train", train), ("query", query))
             }
             lengths = _lengths(in_place, loss, sets["train"])
-            count = 1 if lengths is None else strands
+            count = 1 if lengths is None else min(strands, int(lengths.max()))
             losses = [loss] if count == 1 else [Strand(loss, number, count) for number in range(count)]
             parts = [(PerExample(in_place, one, buffer_bytes), sets["train"]) for one in losses]
-            held, asked = Gradients(parts), Gradients([(PerExample(in_place, loss, buffer_bytes), sets["query"])])
-
-            def wide(values: np.ndarray) -> Tensor:
-                return torch.from_numpy(values).to(in_place.device, torch.float64)
-
-            self._held, self._asked = (wide(products(held, side, buffer_bytes)) for side in (held, asked))
-            self._query_squares = torch.cat(
-                [part.double().square().sum(1) for _, part in asked(range(len(asked)), False)]
-            )
+            # Of all at once, so that where they fit the buffer each gradient is taken once.
+            gradients = Gradients([*parts, (PerExample(in_place, loss, buffer_bytes), sets["query"])])
+            found = torch.from_numpy(products(gradients, gradients, buffer_bytes)).to(in_place.device, torch.float64)
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
         self._strands, self._samples = count, len(sets["train"])
+        held = count * self._samples
+        self._held, self._asked = found[:held, :held], found[:held, held:]
+        self._query_squares = found.diagonal()[held:]
         # An example's gradient is the sum of its strands', which are shares of a mean over T tokens; held, they are
         # sums over √T.
         roots = torch.ones(self._samples) if lengths is None else lengths.sqrt()
@@ -137,7 +135,7 @@ class FirstOrder:
 
     def _together(self, strands: Float[Tensor, "strand other"]) -> Float[Tensor, "sample other"]:
         """Sums over the strands of each example."""
-        return strands.unflatten(0, (self._strands, self._samples)).sum(0)
+        return strands if self._strands == 1 else strands.unflatten(0, (self._strands, self._samples)).sum(0)
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -157,20 +155,20 @@ class FirstOrder:
             squares = self._together(self._together(among).T).diagonal()
             wider, widths = (self._widths(name, now, spread) for name, now in (("train", squares), ("query", query)))
             wider = wider.repeat(self._strands)
-            among, asked = among * torch.outer(wider, wider), asked * torch.outer(wider, widths)
+            among, asked = (among * wider[:, None]).mul_(wider), asked * torch.outer(wider, widths)
             query = query * widths.square()
         across = self._together(among)
         scores, train = self._together(asked), self._together(across.T).diagonal()
         if kappa:
             roots = self._roots
-            damped = among * torch.outer(roots, roots)
+            damped = (among * roots[:, None]).mul_(roots)
             damped.diagonal().add_(_largest(damped) / kappa)
             root = torch.linalg.cholesky(damped)
             across, asked = across * roots, asked * roots[:, None]
             solved = torch.cholesky_solve(asked, root)
             scores = scores - across @ solved
             if normalize:
-                train = train - (across * torch.cholesky_solve(across.T, root).T).sum(1)
+                train = train - torch.linalg.solve_triangular(root, across.T, upper=False).square().sum(0)
                 query = query - (asked * solved).sum(0)
         if normalize:
             lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))

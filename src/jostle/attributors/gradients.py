@@ -100,7 +100,7 @@ class Gradients:
 
     def __call__(self, rows: range, unit: bool) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
         """Give blocks of these rows, each gradient of length 1 where asked."""
-        for (each, data), start, stop in zip(self.parts, self._bounds, self._bounds[1:], strict=False):
+        for (each, data), (start, stop) in zip(self.parts, itertools.pairwise(self._bounds), strict=True):
             some = range(max(rows.start, start) - start, min(rows.stop, stop) - start)
             for chosen, gradients in each(data, some, unit):
                 yield range(start + chosen.start, start + chosen.stop), gradients
@@ -127,7 +127,9 @@ def products(
         kept = room[: stop - start]
         for some, part in held(range(start, stop), unit):
             kept[some.start - start : some.stop - start] = part
-        for rows, part in passing(range(start if left is right else 0, len(passing)), unit):
+        if left is right:
+            values[start:stop, start:stop] = (kept @ kept.T).float().cpu().numpy()
+        for rows, part in passing(range(stop if left is right else 0, len(passing)), unit):
             table[rows.start : rows.stop, start:stop] = (part @ kept.T).float().cpu().numpy()
         if left is right:
             values[start:stop, stop:] = values[stop:, start:stop].T

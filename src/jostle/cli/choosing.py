@@ -24,7 +24,9 @@ from jostle.errors import InputError
 )
 @with_flags_of(run, without=("out", "auto", "traces", "keep_weights", "dry_run"))
 def calibrate(
-    file: Annotated[Path, typer.Argument(metavar="YAML", help="Where the settings go.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where the config goes; ending in .yaml.", show_default=False)
+    ],
     rise: Annotated[float | None, typer.Option(metavar="NATS", help=RISE.removeprefix("With --auto: "))] = None,
     kappa: Annotated[float | None, typer.Option(metavar="κ", help=KAPPA.removeprefix("With --auto: "))] = None,
     **flags: Any,
@@ -33,7 +35,7 @@ def calibrate(
 
     The localization from how far the mean loss is to rise, n_beta from the
     largest curvature, a step size that is stable for both, and a short pilot.
-    Flags that are given are kept. [bold]jostle run OUT --config YAML[/] samples with the result.
+    Flags that are given are kept. [bold]jostle run OUT --config FILE[/] samples with the result.
     The same command, given again after an interruption, does not measure again what was measured.
     """
     import yaml
@@ -43,7 +45,7 @@ def calibrate(
     from jostle.cli.terminal import print_calibration
 
     if file.suffix not in (".yaml", ".yml"):
-        raise InputError("YAML", got=str(file), expected="the name of a file ending in .yaml")
+        raise InputError("file", got=str(file), expected="the name of a file ending in .yaml")
     elsewhere = {name: flags.pop(name) for name in ("config", "preset")}
     given = only_given(flags)
     request = requests.resolve(given, **elsewhere)

@@ -89,19 +89,29 @@ def print_calibration(console: Console, choices: Sequence[Choice]) -> None:
 
 
 def print_sweep(console: Console, cells: Sequence[Mapping[str, Any]], of: str) -> None:
-    """Print the cells of a sweep, with what went wrong where there are no scores."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("n_beta", "localization", "step_size", "burn_in", of, "rise", "ESS"):
-        table.add_column(heading, justify="right")
-    table.add_column("", no_wrap=True)
+    """Print the cells of a sweep, with what went wrong where there are no scores; no number is cut, however narrow."""
+    rows = []
     for cell in cells:
         numbers = [f"{value:g}" for value in cell["settings"].values()]
         for name, form in (("value", ".3f"), ("rise", "+.3g"), ("effective_draws", ".0f")):
             numbers.append("" if cell[name] is None else format(cell[name], form))
-        remark = (cell["fault"] or cell["verdict"]).removeprefix("refused: ")
+        # Of a refusal what was refused; sweep.json has all of it.
+        remark = (cell["fault"] or cell["verdict"]).removeprefix("refused: ").partition(", expected")[0]
         lost = f"; {cell['failed_chains']} chains failed" if cell["failed_chains"] and cell["value"] is not None else ""
-        table.add_row(*numbers, Text(excerpt({"text": remark}, 40) + lost))
-    console.print(table)
+        rows.append((*numbers, remark + lost))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    # In two lines where they are longer than their numbers.
+    headings = ("n_beta", "locali-\nzation", "step_\nsize", "burn_\nin", of.replace(" ", "\n", 1), "rise", "ESS")
+    for column, heading in enumerate(headings):
+        widest = max(map(len, [*heading.splitlines(), *(row[column] for row in rows)]))
+        table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
+    table.add_column("", min_width=max((len(word) for *_, remark in rows for word in remark.split()), default=0))
+    for *numbers, remark in rows:
+        table.add_row(*numbers, Text(remark))
+    least = console.measure(table, options=console.options.update(width=1000)).minimum
+    if least > console.width:
+        table.width = least  # the terminal breaks the lines, then
+    console.print(table, crop=False)
 
 
 LEVEL_STYLES = {"good": "bold green", "doubtful": "bold yellow", "unreliable": "bold red"}
@@ -155,7 +165,8 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         error = "" if heat["standard_error"] is None else f" ± {heat['standard_error']:.1g}"
         yield "temperature", f"{heat['value']:.3g}{error}, where 1 is that of the target"
     if found.get("effective_draws") is not None:
-        yield "effective draws", f"{found['effective_draws']:.0f}, {found['autocorrelation_time']:.1f} draws for each"
+        number = f"{found['effective_draws']:.0f}, which 3 in 4 losses have"
+        yield "effective draws", f"{number}; {found['autocorrelation_time']:.1f} draws for each"
     for name, title in (
         ("losses", "losses"),
         ("products", "products of losses"),

@@ -62,8 +62,8 @@ def view(
 
 @app.command(
     epilog=examples(
-        ("jostle report runs/a -o report.html -q 3 -q 7", "a page to open from disk, or to mail"),
-        ("jostle report runs/a ekfac.safetensors -o report.html", "two methods"),
+        ("jostle report runs/a -q 3 -q 7", "report.html: a page to open from disk, or to mail"),
+        ("jostle report runs/a ekfac.safetensors -o both.html", "two methods"),
         ("jostle report runs/a -o pair.pdf -q 3 --train 12 --token 7", "a token against a text, for a paper"),
         ("jostle report runs/a -o grid.svg -q 3 -k 8", "a query and its images, or texts"),
     )
@@ -74,7 +74,7 @@ def report(
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="Ending in .html, or .png, .svg or .pdf.")
-    ],
+    ] = Path("report.html"),
     query: Annotated[
         list[int] | None, typer.Option("--query", "-q", metavar="I", min=0, help="Which queries. Default: the first 8.")
     ] = None,

@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # chains that ran away are called so, in words
 def diagnose(config: Mapping[str, Any], manifest: Mapping[str, Any], sample: Sample | None) -> dict[str, Any]:
     """Return the diagnostics of a run that kept its traces; ``sample`` is None where every chain failed."""
     found = _begin(config, manifest)

@@ -230,13 +230,20 @@ def _heated(
             longer = {name: slower * config[name] for name in ("thin", "burn_in") if config[name]}
             advice = ", ".join([smaller, *(f"{_flag(name)} {_two_digits(value)}" for name, value in longer.items())])
             settings = {**shorter, **_set(**longer)}
+        if small:
+            # What the noise of batches adds falls at least in proportion to their size. Whether it is the noise, nobody
+            # can tell from the heat: shorter steps help in either case, and they are what the command has.
+            advice += "; or, if it is the noise, raise --batch-size"
+            if found["sampled_from"] is not None:
+                enough = min(2 * config["batch_size"] * (heat - 1) / (HOT - 1), found["sampled_from"])
+                advice += f" (to about {_two_digits(enough)})"
         yield Reason(
             "unreliable" if heat > TOO_HOT else "doubtful",
             "too hot",
             heat,
             f"the chains are {heat:.3g} ± {error:.1g} times as hot as what they should sample: the "
             f"step{' or the noise of small batches' if small else ''} heats them",
-            f"{advice}; or raise --batch-size" if small else advice,
+            advice,
             settings,
         )
 
@@ -270,30 +277,39 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
     longer = max(config["burn_in"] + 3 * slowest * thin, 3 * memory if memory else 0)
     burn_in = _two_digits(longer)
     reasons = []
+    r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
+    # Halves of a few draws differ by chance.
+    disagree = r_hat > R_HAT_DOUBTFUL and draws >= 4 * FEWEST_DRAWS
+    moved = found["drift"]
+    drifts = moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS
+    left = memory is None or steps >= memory
     if effective < ENOUGH_DRAWS:
-        advice, settings = [], {}
-        if slowest > 2:
+        # Draws that are one autocorrelation time apart are worth about three quarters of independent ones.
+        enough = ENOUGH_DRAWS / 0.75
+        more = total * enough / effective
+        # Chains that have arrived need nothing but draws. Where these are no more than another run would have, with as
+        # many steps between them as it takes, they cost less than it does.
+        if slowest <= 2 or (left and not disagree and not drifts and more - total <= max(total, enough)):
+            advice = [f"raise --draws to {_two_digits(more / found['chains'])}"]
+            settings = _set(draws=more / found["chains"])
+        else:
             wanted = max(thin * slowest, memory if memory and memory > steps else 0)
             roughly = "at least" if effective < 5 * found["chains"] else "about"
-            advice.append(f"raise --thin to {roughly} {_two_digits(wanted)}")
-            settings |= _set(thin=wanted)
-        # Draws that are one autocorrelation time apart are worth about three quarters of independent ones.
-        if 0.75 * total < ENOUGH_DRAWS:
-            advice.append(f"raise --draws to {_two_digits(ENOUGH_DRAWS / 0.75 / found['chains'])}")
-            settings |= _set(draws=ENOUGH_DRAWS / 0.75 / found["chains"])
+            advice, settings = [f"raise --thin to {roughly} {_two_digits(wanted)}"], _set(thin=wanted)
+            if total < enough:
+                advice.append(f"raise --draws to {_two_digits(enough / found['chains'])}")
+                settings |= _set(draws=enough / found["chains"])
         reasons.append(
             Reason(
                 "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
                 "few effective draws",
                 effective,
                 f"{effective:.0f} effective draws of {total} (± {effective**-0.5:.2f} on a correlation)",
-                " and ".join(advice) or "raise --thin",
-                settings or _set(thin=2 * thin),
+                " and ".join(advice),
+                settings,
             )
         )
-    r_hat = max(found["losses"]["r_hat"], found["products"]["r_hat"], found["mean_loss_series"]["r_hat"] or 1)
-    # Halves of a few draws differ by chance.
-    if r_hat > R_HAT_DOUBTFUL and draws >= 4 * FEWEST_DRAWS:
+    if disagree:
         reasons.append(
             Reason(
                 "unreliable" if r_hat > R_HAT_UNRELIABLE else "doubtful",
@@ -332,8 +348,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 _set(burn_in=longer, thin=2 * thin),
             )
         )
-    moved = found["drift"]
-    if moved["standard_errors"] is not None and abs(moved["standard_errors"]) > DRIFT_ERRORS:
+    if drifts:
         direction = "rises" if moved["change"] > 0 else "falls"
         reasons.append(
             Reason(
@@ -347,7 +362,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
             )
         )
     # By itself it is no reason: where curvature holds every direction that matters, chains forget sooner.
-    if reasons and memory is not None and steps < memory:
+    if reasons and memory is not None and not left:
         yield Reason(
             "unreliable",
             "hardly left w*",

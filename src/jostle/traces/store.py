@@ -38,7 +38,6 @@ import zarr.errors
 from jaxtyping import Float, Int
 from zarr.core.sync import sync
 
-from jostle.conditioning import MOST_MOVES
 from jostle.errors import InputError
 from jostle.traces.stores import Place, occupied, options, reaching, require_reachable
 from jostle.traces.tensor_files import to_disk
@@ -54,8 +53,11 @@ HELD_BYTES = 128 << 20
 """Sequences' losses are held in memory where they take no more than this at all draws; reading them takes as much."""
 
 STRANDS, STRAND_BYTES = 16, 512 << 20
-"""Of a sequence, and what those of all sequences may take in memory. With 8 of them or with every token by itself, 400
-draws say the same; see docs/reading.md."""
+"""Of a sequence, and what those of all sequences may take in memory."""
+
+FEW_MOVES = 2_048
+"""How many strands there may be in all, where draws are more: the time that finding how they move takes grows with the
+third power of whichever are fewer."""
 
 
 @dataclass(frozen=True)
@@ -503,8 +505,8 @@ class Strands(TokenSums):
         place = np.arange(columns.total) - columns.offsets[owner]
         draws = tokens.shape[0] * tokens.shape[1]
         room = STRAND_BYTES // (draws * len(lengths) * tokens.dtype.itemsize)
-        if draws > MOST_MOVES:  # so that what is held is fewer, if draws are not
-            room = min(room, MOST_MOVES // len(lengths))
+        if draws > max(len(lengths), FEW_MOVES):
+            room = min(room, FEW_MOVES // len(lengths))
         strand = owner * columns.total + place % max(1, min(STRANDS, room))
         members = np.argsort(strand, kind="stable")
         begins = np.flatnonzero(np.diff(strand[members], prepend=-1))
