@@ -35,8 +35,6 @@ from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.estimate import covariance
 from jostle.evaluate import Bank
 from jostle.losses import Loss
-from jostle.models.functional import token_mask
-from jostle.traces.store import STRANDS
 
 DAMPINGS = (1e-8, 1e-6, 1e-4, 1e-2, 1.0)
 """Tried for EK-FAC, besides kronfluence's own."""
@@ -45,7 +43,9 @@ KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
 SAMPLED, FIRST_ORDER, SPREAD = "sampled at κ = 10", "first order, no draws", "first order, spread of 40 draws"
-FEW_STRANDS, FEW = "first order, 4 strands", 4
+LABELS = {FIRST_ORDER: 4, SPREAD: 4, "first order, 16 labels": 16, "first order, own labels": 0}
+"""How many labels are drawn from the model for what is held; 0 are those that there are."""
+
 KINDS = ("covariance", "correlation")
 
 
@@ -107,10 +107,10 @@ def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_order(case: Case, *, spread: bool, strands: int = STRANDS) -> dict[str, Any]:
+def first_order(case: Case, label: str) -> dict[str, Any]:
     """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked."""
-    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, strands=strands), None
-    if spread:
+    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, labels=LABELS[label]), None
+    if label == SPREAD:
         chosen = jostle.calibrate(
             case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
         )
@@ -141,13 +141,10 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
             except jostle.InputError as error:  # a loss or a layer that a method does not know
                 kept["baselines"][method] = {"fault": str(error)}
             record.write()
-    for label in (FIRST_ORDER, SPREAD):
+    for label in LABELS:
         if label not in kept:
-            kept[label] = first_order(case, spread=label == SPREAD)
+            kept[label] = first_order(case, label)
             record.write()
-    if FEW_STRANDS not in kept and token_mask(case.loss, Data(case.train, "train").batch(range(1))) is not None:
-        kept[FEW_STRANDS] = first_order(case, spread=False, strands=FEW)
-        record.write()
     cells = [(f"rise {rise:g}", {"rise": rise, "kappa": 0.0}, seed) for seed in range(seeds) for rise in RISES]
     for label, settings, seed in [*cells, (SAMPLED, {}, 0)]:
         key = f"{label}, seed {seed}"
@@ -233,7 +230,7 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
             cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in found.values()]
             lines.append(f"| {name}, {rise:g} nats | {' | '.join(first)} | {' | '.join(cells)} |")
             first = [""] * len(plain)
-        for label in (label for label in (FIRST_ORDER, SPREAD) if label in kept):
+        for label in (label for label in LABELS if label in kept):
             cells = [f"{found['lds']:.3f}" for found in kept[label][kind].values()]
             lines.append(f"| {name}, {label} | {' | '.join(first)} | {' | '.join(cells)} |")
     return "\n".join(lines)

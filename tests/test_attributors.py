@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,35 +67,89 @@ def test_gradient_similarity(cosine: bool, buffer_bytes: int) -> None:
     assert (np.diag(same) < 0).all()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("kappa", [0.0, 3.0, 1000.0])
-def test_first_order_is_an_influence_function(normalize: bool, kappa: float) -> None:
-    """−G(I + GᵀG/λ)⁻¹gⱼ in the space of weights, where Jostle solves in that of examples."""
-    model = classifier()
-    train, query = examples(23, 1), examples(9, 2)
-    found = FirstOrder(model, train, query).influence(kappa=kappa, normalize=normalize)
-    left, right = (
-        gradients_by_hand(
-            model, list(nn.functional.cross_entropy(model(x), y, reduction="none")), list(model.parameters())
-        ).astype(float)
-        for x, y in (train, query)
-    )
+def influence_by_hand(
+    left: np.ndarray, right: np.ndarray, held: np.ndarray, kappa: float, *, normalize: bool
+) -> np.ndarray:
+    """−G(I + HᵀH/λ)⁻¹gⱼ in the space of weights, where Jostle solves in that of what is held."""
     precision = np.eye(left.shape[1])
     if kappa:
-        precision += kappa / np.linalg.eigvalsh(left @ left.T)[-1] * left.T @ left
+        precision += kappa / np.linalg.eigvalsh(held.T @ held)[-1] * held.T @ held
     covariance = np.linalg.inv(precision)
     expected = left @ covariance @ right.T
     if normalize:
         spreads = [np.sqrt(np.einsum("iw,wv,iv->i", side, covariance, side)) for side in (left, right)]
         expected /= np.outer(*spreads)
-    np.testing.assert_allclose(found.values, -expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+    return -expected
+
+
+def losses_by_hand(model: nn.Module, inputs: Tensor, labels: Tensor) -> np.ndarray:
+    losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+    return gradients_by_hand(model, list(losses), list(model.parameters())).astype(float)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kappa", [0.0, 3.0, 1000.0])
+def test_first_order_is_an_influence_function(normalize: bool, kappa: float) -> None:
+    """Of the losses themselves; and with two labels for each example, of the losses of these."""
+    model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
+    left, right = (losses_by_hand(model, *side) for side in (train, query))
+    found = FirstOrder(model, train, query, labels=0).influence(kappa=kappa, normalize=normalize).values
+    expected = influence_by_hand(left, right, left, kappa, normalize=normalize)
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+    # What fits the buffer by halves is the same, and labels are the same for the same seed.
+    scores = [
+        FirstOrder(model, train, query, labels=2, seed=seed, buffer_bytes=size).influence(kappa=kappa).values
+        for seed, size in ((0, 1 << 20), (0, 3_000), (1, 1 << 20))
+    ]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-5 * np.abs(scores[0]).max())
+    assert (np.abs(scores[0] - scores[2]).max() > 1e-3 * np.abs(scores[0]).max()) == (kappa > 0)
+
+
+def test_labels_of_the_model_make_the_fisher_matrix() -> None:
+    """Σ p(y|x) g(y)g(y)ᵀ over all labels, which many that are drawn come to; the labels there are, do not."""
+    model, (train, query) = classifier(), (examples(5, 1), examples(9, 2))
+    left, right = (losses_by_hand(model, *side) for side in (train, query))
+    chances = model(train[0]).softmax(1).detach()
+    labels = range(chances.shape[1])
+    held = np.concatenate(
+        [
+            losses_by_hand(model, train[0], torch.full_like(train[1], label)) * chances[:, label, None].sqrt().numpy()
+            for label in labels
+        ]
+    )
+    away = {}
+    for count in (0, 4, 600):
+        limit = FirstOrder(model, train, query, labels=count)
+        for normalize in (False, True):
+            expected = influence_by_hand(left, right, held, 30.0, normalize=normalize)
+            found = limit.influence(kappa=30.0, normalize=normalize).values
+            away[count, normalize] = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    for normalize in (False, True):
+        assert away[600, normalize] < 0.08
+        assert away[600, normalize] < away[4, normalize] / 4  # the root of 150 is 12
+        assert away[600, normalize] < away[0, normalize] / 4
+
+
+def test_labels_of_a_regression_are_its_gauss_newton_matrix() -> None:
+    """To the last digit, with a label for each example: of a scalar output there is but one direction."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(30, 4)
+    train, query = (inputs[:20], torch.randn(20, 1)), (inputs[20:], torch.randn(10, 1))
+    sides = []
+    for x, y in (train, query):
+        sides.append(gradients_by_hand(model, list((model(x) - y).square()[:, 0] / 0.5), list(model.parameters())))
+    held = 2 * gradients_by_hand(model, list(model(train[0])[:, 0]), list(model.parameters()))
+    limit = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=0.25), labels=1)
+    expected = influence_by_hand(*sides, held, 100.0, normalize=False)
+    found = limit.influence(kappa=100.0).values
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
 
 
 def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
     """Both as they are and read at κ = 10, to their Monte Carlo error; farther away there is more than that."""
     model = classifier()
     train, query = examples(5, 1), examples(4, 2)
-    limit, distances = FirstOrder(model, train, query), {}
+    limit, distances = FirstOrder(model, train, query, labels=0), {}
     for localization in (1e6, 5.0):
         run = jostle.attribute(
             model, train, query, sampler=jostle.Gaussian(), progress=False, chains=8, draws=500,
@@ -129,54 +183,33 @@ def tokens_by_hand(model: nn.Module, sequences: list[list[int]], parameters: lis
     return found
 
 
-@pytest.mark.parametrize("strands", [1, 2, 9])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_first_order_holds_strands_of_tokens(normalize: bool, strands: int) -> None:
-    """As the influence function says it in weight space, whose Fisher matrix is that of the strands' sums over √T."""
-    model = tiny("gpt2")
-    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16], [7, 5]], [[5, 6, 8], [12, 13, 9, 11]]
-    limit = FirstOrder(
-        model, train, query, loss=jostle.losses.next_token(), weights="attention", strands=strands,
-        buffer_bytes=3 * 4 * sum(value.numel() for name, value in model.named_parameters() if ".attn." in name),
-    )  # fmt: skip
+SEQUENCES = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16], [7, 5]], [[5, 6, 8], [12, 13, 9, 11]]
+
+
+def test_labels_of_tokens_make_the_fisher_matrix_of_tokens() -> None:
+    """Each token's counts by one over its sequence's length; sequences are of unequal lengths, so some are padded."""
+    model, (train, query) = tiny("gpt2"), SEQUENCES
     parameters = [value for name, value in model.named_parameters() if ".attn." in name]
-    tokens, asked = (tokens_by_hand(model, rows, parameters) for rows in (train, query))
-    left, right = (np.stack([one.mean(0) for one in rows]) for rows in (tokens, asked))
-    sums = [one[number::strands].sum(0) / np.sqrt(len(one)) for one in tokens for number in range(strands)]
-    held = np.stack(sums)
-    for kappa in (0.0, 3.0, 100.0):
-        slack = np.linalg.eigvalsh(held @ held.T)[-1] / (kappa or 1e-12)
-
-        def through(side: np.ndarray, slack: float = slack) -> np.ndarray:  # (I + HᵀH/λ)⁻¹ by Woodbury's identity
-            return side - side @ held.T @ np.linalg.solve(held @ held.T + slack * np.eye(len(held)), held)
-
-        expected = through(left) @ right.T
-        if normalize:
-            expected /= np.outer(*(np.sqrt((through(side) * side).sum(1)) for side in (left, right)))
-        found = limit.influence(kappa=kappa, normalize=normalize).values
-        np.testing.assert_allclose(found, -expected, rtol=5e-3, atol=1e-4 * np.abs(expected).max())
-
-
-def test_strands_move_as_far_as_their_sequence_does_in_a_run() -> None:
-    model, given = tiny("gpt2"), {"loss": jostle.losses.next_token()}
-    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]], [[5, 6, 8], [12, 13, 9, 11]]
-    run = jostle.attribute(
-        model, train, query, sampler=jostle.Gaussian(), progress=False, chains=2, draws=20, **given,
-        posterior=jostle.Posterior(n_beta=0, localization=1e3, weights="attention"),
-    )  # fmt: skip
-    limit = FirstOrder(model, train, query, weights="attention", strands=2, **given)
-    parameters = [value for name, value in model.named_parameters() if ".attn." in name]
-    sides = []
-    for name, rows in (("train", train), ("query", query)):
-        tokens = tokens_by_hand(model, rows, parameters)
-        moved = run.traces.sequence_losses(name)[:, :, :].std((0, 1), dtype=np.float64)
-        sides.append([one * (far / np.linalg.norm(one.mean(0))) for one, far in zip(tokens, moved, strict=True)])
-    left, right = (np.stack([one.mean(0) for one in side]) for side in sides)
-    held = np.stack([one[number::2].sum(0) / np.sqrt(len(one)) for one in sides[0] for number in range(2)])
-    slack = np.linalg.eigvalsh(held @ held.T)[-1] / 30
-    expected = left @ right.T - left @ held.T @ np.linalg.solve(held @ held.T + slack * np.eye(6), held @ right.T)
-    found = limit.influence(kappa=30.0, spread=run).values
-    np.testing.assert_allclose(found, -expected, rtol=5e-3, atol=1e-4 * np.abs(expected).max())
+    left, right = (np.stack([one.mean(0) for one in tokens_by_hand(model, rows, parameters)]) for rows in SEQUENCES)
+    held = []
+    for tokens in train:
+        output: Any = model(torch.tensor([tokens]))
+        chances = output.logits[0, :-1].log_softmax(1)
+        each = gradients_by_hand(model, list(-chances.flatten()), parameters).astype(float)
+        held.append(each * chances.flatten().exp().sqrt().detach().numpy()[:, None] / np.sqrt(len(tokens) - 1))
+    held = np.concatenate(held)
+    # The Fisher matrix has as many rows as weights: what is left of each side is found in the space of what is held.
+    products = held @ held.T
+    slack = np.linalg.eigvalsh(products)[-1] / 30
+    expected = left @ held.T @ np.linalg.solve(products + slack * np.eye(len(held)), held @ right.T) - left @ right.T
+    away = {}
+    for count in (0, 2, 200):
+        limit = FirstOrder(
+            model, train, query, loss=jostle.losses.next_token(), weights="attention", labels=count
+        ).influence(kappa=30.0)
+        away[count] = np.linalg.norm(limit.values - expected) / np.linalg.norm(expected)
+    assert away[200] < 0.15
+    assert away[200] < min(away[0], away[2]) / 4
 
 
 def test_a_gradient_that_fits_the_buffer_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,27 +219,35 @@ def test_a_gradient_that_fits_the_buffer_is_taken_once(monkeypatch: pytest.Monke
         PerExample, "_gradients", lambda self, data, chosen: taken.append(len(chosen)) or several(self, data, chosen)
     )
     given: dict[str, Any] = {"loss": jostle.losses.next_token(), "weights": "attention"}
-    FirstOrder(tiny("gpt2"), [[5, 6, 7], [8, 9, 10, 11]], [[5, 7, 9]], strands=9, **given)
-    assert sum(taken) == 3 * 2 + 1  # nor has a sequence more strands than the longest has tokens
+    FirstOrder(tiny("gpt2"), [[5, 6, 7], [8, 9, 10, 11]], [[5, 7, 9]], labels=3, **given)
+    assert sum(taken) == (1 + 3) * 2 + 1
 
 
 def test_draws_of_a_language_model_tend_to_the_first_order() -> None:
-    """With every token in a strand of its own, read at κ = 10, to their Monte Carlo error; not with whole sequences."""
-    model = tiny("gpt2").double()
-    train, query = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16], [7, 5]], [[5, 6, 8], [12, 13, 9, 11]]
-    given: dict[str, Any] = {"loss": jostle.losses.next_token()}
+    """Read at κ = 10, to their Monte Carlo error, with every token held by itself; not with whole sequences."""
+    model, (train, query) = tiny("gpt2").double(), SEQUENCES
     run = jostle.attribute(
-        model, train, query, sampler=jostle.Gaussian(), progress=False, chains=4, draws=400, **given,
-        posterior=jostle.Posterior(n_beta=0, localization=1e8, weights="attention"),
+        model, train, query, sampler=jostle.Gaussian(), progress=False, chains=4, draws=400,
+        loss=jostle.losses.next_token(), posterior=jostle.Posterior(n_beta=0, localization=1e8, weights="attention"),
     )  # fmt: skip
     scores = run.influence(normalize=True, kappa=10.0, standard_error=True)
     assert scores.standard_error is not None
-    distances = {}
-    for strands in (9, 1):
-        limit = FirstOrder(model, train, query, weights="attention", strands=strands, **given)
-        away = (scores.values - limit.influence(normalize=True, kappa=10.0).values) / scores.standard_error
-        distances[strands] = float(np.sqrt((away**2).mean()))
-    assert distances[9] < 1.6
+    parameters = [value for name, value in model.named_parameters() if ".attn." in name]
+    tokens, asked = (tokens_by_hand(model, rows, parameters) for rows in SEQUENCES)
+    left, right = (np.stack([one.mean(0) for one in rows]) for rows in (tokens, asked))
+    by_token = np.concatenate([one / np.sqrt(len(one)) for one in tokens])
+    by_sequence = np.stack([one.sum(0) / np.sqrt(len(one)) for one in tokens])
+    distances = []
+    for held in (by_token, by_sequence):
+        slack = np.linalg.eigvalsh(held @ held.T)[-1] / 10
+
+        def through(side: np.ndarray, held: np.ndarray = held, slack: float = slack) -> np.ndarray:
+            return side - side @ held.T @ np.linalg.solve(held @ held.T + slack * np.eye(len(held)), held)
+
+        limit = through(left) @ right.T
+        limit /= np.outer(*(np.sqrt((through(side) * side).sum(1)) for side in (left, right)))
+        distances.append(float(np.sqrt((((scores.values + limit) / scores.standard_error) ** 2).mean())))
+    assert distances[0] < 1.6
     assert distances[1] > 3
 
 
@@ -226,11 +267,10 @@ def test_losses_move_as_far_as_in_a_run() -> None:
     found = limit.influence(kappa=0, spread=far).values
     np.testing.assert_allclose(found, cosines * np.outer(*spreads), rtol=1e-4)
     np.testing.assert_allclose(limit.influence(kappa=0, normalize=True, spread=far).values, cosines, rtol=1e-4)
-    held = limit.influence(kappa=3, spread=far).values
-    among = FirstOrder(classifier(), train, train).influence(kappa=0, spread=gaussian_run(5.0, train, train)).values
-    slack = np.linalg.eigvalsh(-among)[-1] / 3
-    solved = slack * np.linalg.solve(-among + slack * np.eye(23), found)
-    assert np.linalg.norm(held - solved) < 1e-3 * np.linalg.norm(solved)
+    wider = found / limit.influence(kappa=0).values
+    np.testing.assert_allclose(
+        limit.influence(kappa=3, spread=far).values, limit.influence(kappa=3).values * wider, rtol=1e-4
+    )
 
 
 def test_first_order_refuses() -> None:
@@ -247,8 +287,8 @@ def test_first_order_refuses() -> None:
     nn.init.zeros_(model[2].weight)  # so that the first layer moves nothing
     with pytest.raises(jostle.InputError, match="gradients that are all 0"):
         FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
-    with pytest.raises(jostle.InputError, match="strands: got 0, expected a whole number"):
-        FirstOrder(model, train, query, strands=0)
+    with pytest.raises(jostle.InputError, match="labels: got -1, expected a whole number"):
+        FirstOrder(model, train, query, labels=-1)
 
 
 def test_gradient_similarity_of_sequences() -> None:
@@ -339,6 +379,22 @@ def test_ekfac_has_the_sign_and_scale_of_exact_influence() -> None:
     assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.97
     slope = (found * exact).sum() / (exact**2).sum()
     assert 0.8 < slope < 1.25
+
+
+@kronfluence
+def test_ekfac_of_a_regression_has_the_noise_that_its_loss_assumes() -> None:
+    """Not that of the data, which is four times as wide here and would make scores a sixteenth as large."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(400, 5, generator=generator)
+    y = X.sum(1, keepdim=True) + 2.0 * torch.randn(400, 1, generator=generator)
+    model = nn.Sequential(nn.Linear(5, 1, bias=False))
+    nn.init.ones_(cast(nn.Linear, model[0]).weight)
+    data, damping, loss = ((X[:60], y[:60]), (X[60:70], y[60:70])), 0.02, jostle.losses.regression(noise_variance=0.25)
+    posterior = jostle.Posterior(n_beta=1, localization=damping)
+    exact = exact_influence(model, *data, loss=loss, posterior=posterior, sampling_data=(X, y)).values
+    found = ekfac(model, *data, loss=loss, fit_data=(X, y), damping=damping).values
+    assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.97
+    assert 0.8 < (found * exact).sum() / (exact**2).sum() < 1.25
 
 
 @kronfluence

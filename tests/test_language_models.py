@@ -150,3 +150,52 @@ def test_rounding_to_half_precision_is_not_taken_for_a_difference(name: str) -> 
     assert losses._LOOKS_ONLY_BACK[model]
     real = batch["attention_mask"].bool()
     assert ((half - plain)[real].norm() / plain[real].norm()).item() < 0.02
+
+
+def test_labels_that_are_not_the_tokens_are_what_is_scored() -> None:
+    """As in Hugging Face's own loss, whose labels stand where the tokens stand."""
+    model: Any = tiny("gpt2")
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    labels = torch.tensor([[-100, -100, 12, 8, 3]])
+    batch, loss = {"input_ids": tokens, "labels": labels}, jostle.losses.next_token()
+    with torch.no_grad():
+        found = loss(model, batch)[0][labels[0] != -100]
+        assert float(found.mean()) == pytest.approx(float(model(input_ids=tokens, labels=labels).loss), rel=1e-5)
+        plain = loss(model, {"input_ids": tokens})[0]
+    assert not np.isclose(float(plain[2]), float(found[0]))
+    assert float(plain[3]) == pytest.approx(float(found[1]))
+
+
+class Logits(torch.nn.Module):
+    """A model of which nothing is known but its logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+@pytest.mark.parametrize("name", ["gpt2", "plain"])
+def test_labels_are_drawn_with_the_chances_that_a_model_gives_them(name: str) -> None:
+    """By the same road as its losses, which is −log of that chance: known heads and unknown, few positions at a time."""
+    model: Any = tiny("gpt2")
+    loss: Any = jostle.losses.next_token(chunk_bytes=1 if name == "gpt2" else 1 << 20)
+    network = model if name == "gpt2" else Logits(model)
+    tokens, count = torch.tensor([[5, 6, 7, 8], [9, 3, 2, 0]]), 4_000
+    batch = {"input_ids": tokens, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
+    with torch.no_grad():
+        labels = loss.draw_labels(network, batch, count, torch.Generator().manual_seed(0))
+        chances = model(**batch).logits[:, :-1].softmax(-1)
+    assert labels.shape == (2, count, 4)
+    assert (labels[:, :, 0] == -100).all()
+    for row, place in ((0, 1), (0, 3), (1, 2)):
+        seen = torch.bincount(labels[row, :, place], minlength=chances.shape[2]) / count
+        expected = chances[row, place - 1]
+        error = (expected * (1 - expected) / count).sqrt()
+        away = (seen - expected) / error
+        assert float(away.abs().max()) < 5
+        assert 0.7 < float(away.square().mean()) < 1.3
+    other = loss.relabelled(batch, labels[:, 0])
+    assert torch.equal(loss.token_mask(other), loss.token_mask(batch))

@@ -4,6 +4,10 @@ A loss is any ``f(model, batch) -> (B,)`` or ``(B, S)`` tensor. A per-token loss
 ``token_mask(batch) -> (B, S)`` that says which of its entries are real (not padding, not prompt); without
 one, all are. What the mask leaves out is neither recorded nor part of any mean. A method ``token_positions(batch)``
 says where in its sequence each entry stands, where that is not its column (padding on the left).
+
+A loss that is a negative log-likelihood may say what labels the model itself would give: ``draw_labels(model, batch,
+count, generator)`` are so many of them for each sample, (B, count, ...), and ``relabelled(batch, labels)`` is the batch
+with one of them each.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +77,9 @@ def regression(*, noise_variance: float = 1.0) -> Loss:
 def next_token(*, chunk_bytes: int = 128 << 20) -> Loss:
     """Cross-entropy of each token given those before it: entry s is −log p(token s | tokens < s), shape (B, S).
 
-    Batches are mappings with ``input_ids`` and, where needed, ``attention_mask`` (0 = padding) and ``labels``
-    (−100 = read but not scored). Entry 0 has nothing before it and is masked out.
+    Batches are mappings with ``input_ids`` and, where needed, ``attention_mask`` (0 = padding) and ``labels`` (−100 =
+    read but not scored; else what is scored in the token's place, nearly always the token itself). Entry 0 has nothing
+    before it and is masked out.
 
     Of a Hugging Face model the unembedding is computed apart from the body, a few positions at a time: the float32
     logits of a batch, usually by far the largest thing in memory, never exist. Tied embeddings, logit scales and soft
@@ -105,6 +111,15 @@ class _Classification:
         is_own = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
         return F.softplus(logits.masked_fill(is_own, -torch.inf).logsumexp(1) - own[:, 0])
 
+    def draw_labels(
+        self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
+    ) -> Int[Tensor, "batch count"]:
+        logits = at_least_float32(model(batch[0]))
+        return _draw(logits, torch.rand(len(logits), count, generator=generator))
+
+    def relabelled(self, batch: Batch, labels: Int[Tensor, " batch"]) -> Batch:
+        return batch[0], labels
+
 
 @dataclass(frozen=True)
 class _Regression:
@@ -123,12 +138,54 @@ class _Regression:
         squares = (predictions - targets).square()
         return squares.reshape(len(squares), -1).sum(1) / (2 * self.noise_variance)
 
+    def draw_labels(
+        self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
+    ) -> Float[Tensor, "batch count ..."]:
+        # One standard deviation up or down: the Fisher matrix asks for no more of the noise than its variance.
+        predictions = at_least_float32(model(batch[0]))[:, None]
+        signs = torch.randint(2, (len(predictions), count, *predictions.shape[2:]), generator=generator) * 2 - 1
+        return predictions + math.sqrt(self.noise_variance) * signs.to(predictions)
+
+    def relabelled(self, batch: Batch, labels: Float[Tensor, "batch ..."]) -> Batch:
+        return batch[0], labels
+
 
 @dataclass(frozen=True)
 class _NextToken:
     chunk_bytes: int
 
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
+        tokens = batch["input_ids"]
+        labels = batch.get("labels", tokens)
+        targets = torch.where(labels == IGNORED_LABEL, tokens, labels)[:, 1:].flatten()
+        network, states, known = self._states(model, batch)
+        # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
+        flat = states[:, :-1].flatten(0, 1)
+        if known:
+            predicted = self._cross_entropy(network, flat, targets)
+        else:
+            predicted = F.cross_entropy(flat, targets, reduction="none")
+        return F.pad(predicted.view(len(tokens), -1), (1, 0))
+
+    def draw_labels(
+        self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
+    ) -> Int[Tensor, "batch count token"]:
+        network, states, known = self._states(model, batch)
+        flat = states[:, :-1].flatten(0, 1)
+        vocabulary = network.get_output_embeddings().weight.shape[0] if known else flat.shape[1]
+        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
+        uniform = torch.rand(len(flat), count, generator=generator)
+        drawn = [
+            _draw(_logits(network, some) if known else some, numbers)
+            for some, numbers in zip(flat.split(chunk), uniform.split(chunk), strict=True)
+        ]
+        return F.pad(torch.cat(drawn).unflatten(0, (len(states), -1)).movedim(2, 1), (1, 0), value=IGNORED_LABEL)
+
+    def relabelled(self, batch: Batch, labels: Int[Tensor, "batch token"]) -> Batch:
+        return type(batch)({**batch, "labels": labels})
+
+    def _states(self, model: nn.Module, batch: Batch) -> tuple[Any, Float[Tensor, "batch token ..."], bool]:
+        """The network without its adapters; the states that its head reads, and True, or its logits, and False."""
         tokens = batch["input_ids"]
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         base: Any = model
@@ -144,14 +201,9 @@ class _NextToken:
             inputs.setdefault("use_cache", False)
         if _has_known_head(network, inputs):
             with contextlib.nullcontext() if needs_mask else _without_masks(network, tokens):
-                hidden = network.base_model(**inputs)[0]
-            predicted = self._cross_entropy(network, hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        else:
-            output = network(**inputs)
-            logits = at_least_float32(output if isinstance(output, Tensor) else output.logits)
-            # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
-            predicted = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        return F.pad(predicted.view(len(tokens), -1), (1, 0))
+                return network, network.base_model(**inputs)[0], True
+        output = network(**inputs)
+        return network, at_least_float32(output if isinstance(output, Tensor) else output.logits), False
 
     def _cross_entropy(
         self, network: Any, hidden: Float[Tensor, "position width"], targets: Int[Tensor, " position"]
@@ -305,6 +357,14 @@ def _scale_and_cap(config: Any) -> tuple[float, float | None]:
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     return scale, getattr(config, "final_logit_softcapping", None) or None
+
+
+def _draw(
+    logits: Float[Tensor, "position label"], uniform: Float[Tensor, "position count"]
+) -> Int[Tensor, "position count"]:
+    """Labels with the probabilities of a model, for numbers that are uniform in [0, 1)."""
+    reached = at_least_float32(logits).softmax(1).cumsum(1)
+    return torch.searchsorted(reached, uniform.to(reached) * reached[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def ekfac(
         train: the training examples.
         query: the query examples.
         fit_data: what the factors are fitted on; default ``train``.
-        loss: ``losses.classification()`` or ``losses.next_token()``, whose labels can be sampled from the model as the
-            Fisher information wants; with any other loss the labels of the data are used (the empirical Fisher).
+        loss: of those of `jostle.losses` labels are sampled from the model, as the Fisher information wants; with any
+            other loss the labels of the data are used (the empirical Fisher).
         weights: which weights move, as for `jostle.Posterior`.
         damping: λ; None for kronfluence's own choice.
         batch_size: examples in one pass.
@@ -193,8 +193,8 @@ def _fitted(
             "fitted_on": len(data["fit_data"]),
             "fingerprints": {name: data[name].fingerprint() for name in sources},
         }
-        # Of a classification and of next tokens, labels can be drawn from what the model predicts.
-        sampled = hasattr(loss, "label_smoothing") or hasattr(loss, "token_mask")
+        # Of our own losses, labels can be drawn from what the model predicts.
+        sampled = hasattr(loss, "draw_labels")
         factors = arguments.FactorArguments(**{
             "strategy": "ekfac", "use_empirical_fisher": not sampled,
             "has_shared_parameters": any(calls[layer] > 1 for layer in layers), **(factor_arguments or {}),
@@ -334,7 +334,7 @@ def _task(base: type, loss: Loss, layers: list[str], shared: bool) -> Any:
     return Task()
 
 
-def _sampled_loss(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
+def _sampled_loss(model: nn.Module, batch: Batch, loss: Any) -> Tensor:
     """The loss of labels drawn from the model itself: the covariance of its gradients is the Fisher information."""
     if isinstance(batch, dict):
         mask = token_mask(loss, batch)
@@ -347,7 +347,10 @@ def _sampled_loss(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
         real = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask[:, 1:]
         # Independent tokens of a sum over √length have the Hessian of the sequence's mean loss as their covariance.
         return (torch.where(real, losses, 0).sum(1) / real.sum(1).sqrt()).sum()
-    logits = at_least_float32(model(batch[0]))
+    output = at_least_float32(model(batch[0]))
+    if hasattr(loss, "noise_variance"):
+        noise = loss.noise_variance**0.5 * torch.randn_like(output)
+        return (output - (output.detach() + noise)).square().sum() / (2 * loss.noise_variance)
     with torch.no_grad():
-        labels = torch.distributions.Categorical(logits=logits).sample()
-    return F.cross_entropy(logits, labels, reduction="sum")
+        labels = torch.distributions.Categorical(logits=output).sample()
+    return F.cross_entropy(output, labels, reduction="sum")

@@ -5,9 +5,12 @@ Near w* a loss moves by gᵢᵀδ. Of draws δ ~ N(0, I/γ) the covariance of tw
 
     values = −(G·gⱼ − G·Hᵀ·(K + λI)⁻¹·H·gⱼ),   to a factor of γ.
 
-By Woodbury's identity that is −G·(I + HᵀH/λ)⁻¹·gⱼ: an influence function whose Hessian is the empirical Fisher matrix,
-damped to κ. What is held are the training examples (H = G); of per-token losses it is strands of tokens, as where draws
-are read (`jostle.traces.store.Strands`): gₜgₜᵀ of tokens stands for the Hessian, gᵢgᵢᵀ of whole sequences does not.
+By Woodbury's identity that is −G·(I + HᵀH/λ)⁻¹·gⱼ: an influence function whose Hessian is HᵀH, damped to κ. A run can
+hold no losses but those that were recorded (H = G, the empirical Fisher matrix). Here there is a choice, and what is
+held are the losses of labels that the model itself would give, a few for every example: the mean of HᵀH over such
+labels is the Fisher matrix, which is the Hessian of a log-likelihood but for a model's own curvature. Labels of tokens
+are drawn one by one, so that gradients of different tokens are uncorrelated, as those of real text are not.
+
 There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first. Draws at a distance
 from w* know more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by
 more than their gradients say. So gradients may say which losses move together, and a run how far.
@@ -15,7 +18,8 @@ more than their gradients say. So gradients may say which losses move together, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,9 +31,9 @@ from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, pr
 from jostle.conditioning import check_kappa
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
-from jostle.losses import Batch, Loss
+from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.losses import classification as classification_loss
-from jostle.models.functional import eval_mode, real_tokens, token_mask
+from jostle.models.functional import eval_mode, token_mask
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
@@ -37,10 +41,10 @@ from jostle.scores import Scores
 KAPPA = 100.0
 """The best of six for the five models that it was tried on (docs/reading.md); others are reported there."""
 
-TOGETHER = 256
-"""Sequences whose tokens are counted at once."""
+TOGETHER = 8
+"""Examples whose labels are drawn at once, and whose tokens are counted."""
 
-ITERATIONS, CLOSE = 1000, 1e-9
+ITERATIONS, CLOSE = 300, 1e-6
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
 
 
@@ -61,28 +65,12 @@ class Draws(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class Strand:
-    """The loss of every so-many-th token of a sequence, as its share of the sequence's mean loss."""
-
-    loss: Loss
-    number: int
-    strands: int
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, " sample"]:
-        """Return one number a sequence; a sequence's strands add up to its mean loss."""
-        losses = self.loss(model, batch)
-        real = real_tokens(losses, self.loss, batch)
-        ours = real & ((real.cumsum(1) - 1) % self.strands == self.number)
-        return torch.where(ours, losses, 0).sum(1) / real.sum(1)
-
-
 class FirstOrder:
     """Products of all gradients at w*, from which scores can be read at any κ.
 
-    Takes the gradients of all examples, or strands, a few times over where the buffer is smaller than they are, and
-    keeps their products with each other and with those of the queries, in double precision on the model's device: for
-    all strands of all examples a matrix of that size, and a few more like it while scores are read.
+    Takes the gradients of all examples and of their drawn labels, a few times over where the buffer is smaller than
+    they are, and keeps their products with each other and with those of the queries, in double precision on the model's
+    device: a matrix of (labels × examples)², and a few more like it while scores are read.
 
     Args:
         model: the trained model, at w*.
@@ -91,8 +79,10 @@ class FirstOrder:
         loss: as for `jostle.attribute`; per-token losses are averaged over their sequence.
         weights: which weights the gradients are of.
         collate: makes a batch of a list of samples.
-        strands: into how many the tokens of a sequence are dealt, where losses are per token. More of them were better
-            wherever that was measured; each takes a gradient of every sequence.
+        labels: how many labels are drawn from the model for each training example, or for each of its tokens; each
+            takes a gradient of every example. With 0, or a loss of which labels cannot be drawn (any but those of
+            `jostle.losses`), the losses themselves are held, as they are where draws are read.
+        seed: of the labels.
         buffer_bytes: what the gradients held at once may take.
     """
 
@@ -105,37 +95,33 @@ class FirstOrder:
         loss: Loss | None = None,
         weights: WeightSelection = "all",
         collate: Collate | None = None,
-        strands: int = 4,
+        labels: int = 4,
+        seed: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        if not isinstance(strands, int) or strands < 1:
-            raise InputError("strands", got=strands, expected="a whole number, 1 or more")
+        if not isinstance(labels, int) or labels < 0:
+            raise InputError("labels", got=labels, expected="a whole number, 0 or more")
         loss, moving = loss or classification_loss(), MovingWeights(model, weights)
         with eval_mode(model), InPlace(model, moving) as in_place:
             sets = {
                 name: Data(source, name, collate=collate, device=in_place.device)
                 for name, source in (("train", train), ("query", query))
             }
-            lengths = _lengths(in_place, loss, sets["train"])
-            count = 1 if lengths is None else min(strands, int(lengths.max()))
-            losses = [loss] if count == 1 else [Strand(loss, number, count) for number in range(count)]
-            parts = [(PerExample(in_place, one, buffer_bytes), sets["train"]) for one in losses]
+            each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
+            held = _relabelled(in_place, loss, sets["train"], labels, seed)
             # Of all at once, so that where they fit the buffer each gradient is taken once.
-            gradients = Gradients([*parts, (PerExample(in_place, loss, buffer_bytes), sets["query"])])
+            gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
             found = torch.from_numpy(products(gradients, gradients, buffer_bytes)).to(in_place.device, torch.float64)
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
-        self._strands, self._samples = count, len(sets["train"])
-        held = count * self._samples
-        self._held, self._asked = found[:held, :held], found[:held, held:]
-        self._query_squares = found.diagonal()[held:]
-        # An example's gradient is the sum of its strands', which are shares of a mean over T tokens; held, they are
-        # sums over √T.
-        roots = torch.ones(self._samples) if lengths is None else lengths.sqrt()
-        self._roots = roots.to(self._held).repeat(count)
-
-    def _together(self, strands: Float[Tensor, "strand other"]) -> Float[Tensor, "sample other"]:
-        """Sums over the strands of each example."""
-        return strands if self._strands == 1 else strands.unflatten(0, (self._strands, self._samples)).sum(0)
+            # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
+            lengths = _lengths(in_place, loss, sets["train"]).to(found)
+        self._labels = len(held)
+        asked = slice(count, count + len(sets["query"]))
+        holding = slice(asked.stop, None) if held else slice(0, count)
+        weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))
+        self._scores, self._squares = found[:count, asked], (found.diagonal()[:count], found.diagonal()[asked])
+        self._across, self._asked = found[:count, holding] * weights_held, found[holding, asked] * weights_held[:, None]
+        self._held = found[holding, holding] * torch.outer(weights_held, weights_held)
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -150,29 +136,21 @@ class FirstOrder:
         check_kappa(kappa)
         if kappa == "auto":
             raise InputError("kappa", got="'auto'", expected="a number: there is no noise to choose it by")
-        among, asked, query = self._held, self._asked, self._query_squares
-        if spread is not None:
-            squares = self._together(self._together(among).T).diagonal()
-            wider, widths = (self._widths(name, now, spread) for name, now in (("train", squares), ("query", query)))
-            wider = wider.repeat(self._strands)
-            among, asked = (among * wider[:, None]).mul_(wider), asked * torch.outer(wider, widths)
-            query = query * widths.square()
-        across = self._together(among)
-        scores, train = self._together(asked), self._together(across.T).diagonal()
+        scores, (train, query) = self._scores, self._squares
         if kappa:
-            roots = self._roots
-            damped = (among * roots[:, None]).mul_(roots)
+            damped = self._held.clone()
             damped.diagonal().add_(_largest(damped) / kappa)
             root = torch.linalg.cholesky(damped)
-            across, asked = across * roots, asked * roots[:, None]
-            solved = torch.cholesky_solve(asked, root)
-            scores = scores - across @ solved
+            solved = torch.cholesky_solve(self._asked, root)
+            scores = scores - self._across @ solved
             if normalize:
-                train = train - torch.linalg.solve_triangular(root, across.T, upper=False).square().sum(0)
-                query = query - (asked * solved).sum(0)
+                train = train - torch.linalg.solve_triangular(root, self._across.T, upper=False).square().sum(0)
+                query = query - (self._asked * solved).sum(0)
         if normalize:
             lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
             scores = scores / torch.outer(*lengths)
+        elif spread is not None:
+            scores = scores * torch.outer(*(self._widths(name, spread) for name in ("train", "query")))
         return Scores(
             values=-scores.float().cpu().numpy(),
             method="first order",
@@ -181,7 +159,7 @@ class FirstOrder:
             provenance={"fingerprints": self._fingerprints, "kappa": float(kappa)},
         )
 
-    def _widths(self, name: str, squares: Float[Tensor, " sample"], run: Draws) -> Float[Tensor, " sample"]:
+    def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
         """How many times as far as its gradient says each loss moves in a run."""
         if run.config["posterior"]["n_beta"]:
             got = f"a run with n_beta {run.config['posterior']['n_beta']:g}, in which training losses are held already"
@@ -190,16 +168,46 @@ class FirstOrder:
         if theirs != ours:
             raise InputError("spread", got=f"{name} of fingerprint {theirs}", expected=f"{ours}: the same data")
         losses = run.traces.sequence_losses(name)[:, :, :][run.healthy_chains]
+        squares = self._squares[name == "query"]
         moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
 
 
-def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"] | None:
-    """How many tokens of each sequence have a loss; None where a sample has one loss."""
+def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:
+    """The examples with labels that the model gives them, so many times; none where a loss does not say how."""
+    if not count or not hasattr(loss, "draw_labels"):
+        return []
+    generator, labels = torch.Generator().manual_seed(seed), []
+    for start in range(0, len(data), TOGETHER):
+        batch = data.batch(range(start, min(start + TOGETHER, len(data))))
+        drawn = model.evaluate(
+            lambda network, batch: loss.draw_labels(network, batch, count, generator), model.moving.center[None], batch
+        )[0]
+        mask = token_mask(loss, batch)
+        labels += list(drawn) if mask is None else [row[:, real] for row, real in zip(drawn, mask, strict=True)]
+
+    def collate(chosen: Sequence[int], number: int) -> Batch:
+        batch = data.batch(chosen)
+        mask, ours = token_mask(loss, batch), [labels[index][number] for index in chosen]
+        if mask is None:
+            return loss.relabelled(batch, torch.stack(ours))
+        # Wherever a batch has its padding, the labels are those of the scored tokens in turn.
+        spread = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+        spread[mask] = torch.cat(ours)
+        return loss.relabelled(batch, spread)
+
+    return [
+        Data(range(len(data)), data.name, collate=partial(collate, number=number), device=model.device)
+        for number in range(count)
+    ]
+
+
+def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]:
+    """How many losses each example has: one, or one for each of its tokens."""
     first = data.batch(range(1))
     found = model.evaluate(loss, model.moving.center[None], first)[0]
     if found.ndim == 1:
-        return None
+        return torch.ones(len(data))
     if token_mask(loss, first) is None:
         return torch.full((len(data),), float(found.shape[1]))
     blocks = (range(start, min(start + TOGETHER, len(data))) for start in range(0, len(data), TOGETHER))

@@ -108,7 +108,8 @@ class Run:
         elif not self.manifest.get("reached"):
             numbers.append(f"{self.config['minutes']:g} minutes")
         # Whoever sets a goal wants it reached by nearly all; a verdict is on what most are worth, which is more.
-        counted = " (ess is what 19 in 20 losses have, the verdict's effective draws 3 in 4)" if "ess" in wanted else ""
+        known = measured.get("ess") is not None
+        counted = " (ess is what 19 in 20 losses have, the verdict's effective draws 3 in 4)" if known else ""
         return f"stopped after {self.draws} draws of each chain: {', '.join(numbers)}{counted}"
 
     @property
