@@ -49,7 +49,7 @@ READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
-FIRST_ORDER_AT = (1.0, READ_AT, 100.0, 1000.0)
+FIRST_ORDER_AT, LABELS = (1.0, READ_AT, 100.0, 1000.0), 4
 """Without the noise of draws, any κ can be looked at."""
 RECORDS = Path(__file__).parent / "records"
 
@@ -141,7 +141,7 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
-        groups["first-order"] = {"first order": lambda: self._first_order(work, budget, buffer)}
+        groups["first-order"] = {f"first order, {LABELS} labels": lambda: self._first_order(work, budget, buffer)}
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -176,13 +176,15 @@ class Setting:
 
     def _first_order(self, work: Path, budget: Budget, buffer_bytes: int) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
-        runs: dict[str, jostle.Run | None] = {"first order": None}
+        runs: dict[str, jostle.Run | None] = {f"first order, {LABELS} labels": None}
         for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
             few = {**settings, "draws": 40 // settings["chains"]}
-            runs["first order, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
+            runs[f"first order, {LABELS} labels, spread of 40 draws"], _ = self.sample(
+                "spread of 40 draws", few, work, budget
+            )
         limit = FirstOrder(
             self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
-            buffer_bytes=buffer_bytes,
+            labels=LABELS, buffer_bytes=buffer_bytes,
         )  # fmt: skip
         return {
             f"{name}, {kind}, read at κ = {kappa:g}": limit.influence(

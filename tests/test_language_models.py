@@ -162,6 +162,9 @@ def test_labels_that_are_not_the_tokens_are_what_is_scored() -> None:
         found = loss(model, batch)[0][labels[0] != -100]
         assert float(found.mean()) == pytest.approx(float(model(input_ids=tokens, labels=labels).loss), rel=1e-5)
         plain = loss(model, {"input_ids": tokens})[0]
+        anything = torch.tensor([[-100, -100, 12, 8, -1]])  # where nothing is scored
+        padded = {"input_ids": tokens, "labels": anything, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}
+        assert float(loss(model, padded)[0, 2]) == pytest.approx(float(found[0]), rel=1e-5)
     assert not np.isclose(float(plain[2]), float(found[0]))
     assert float(plain[3]) == pytest.approx(float(found[1]))
 

@@ -6,8 +6,8 @@ one, all are. What the mask leaves out is neither recorded nor part of any mean.
 says where in its sequence each entry stands, where that is not its column (padding on the left).
 
 A loss that is a negative log-likelihood may say what labels the model itself would give: ``draw_labels(model, batch,
-count, generator)`` are so many of them for each sample, (B, count, ...), and ``relabelled(batch, labels)`` is the batch
-with one of them each.
+count, generator)`` are so many of them for each sample, (B, count, ...), or one where that says as much; and
+``relabelled(batch, labels)`` is the batch with one of them each.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ pytree.register_pytree_node(
 def classification(*, label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy of each sample, ℓ(z; w) = −log p(y | x, w), for batches ``(inputs, labels)``.
 
+    Labels are classes, or a weight for each class.
+
     ``label_smoothing`` is for `potential_loss`: a model trained with it is sampled with it, while the
     recorded loss stays plain.
     """
@@ -103,6 +105,8 @@ class _Classification:
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, " batch"]:
         inputs, labels = batch
         logits = at_least_float32(model(inputs))
+        if labels.is_floating_point():  # a weight for each class
+            return F.cross_entropy(logits, labels.to(logits), reduction="none")
         if self.label_smoothing:
             return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
         # −log p = log(1 + Σ exp(others − own)): near 0 the difference of logsumexp and logit, which is the usual form,
@@ -113,11 +117,16 @@ class _Classification:
 
     def draw_labels(
         self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
-    ) -> Int[Tensor, "batch count"]:
-        logits = at_least_float32(model(batch[0]))
-        return _draw(logits, torch.rand(len(logits), count, generator=generator))
+    ) -> Float[Tensor, "batch count class"]:
+        # Not one class, which would hardly ever be another than a sure model's own, but a weight for each: q = p − v,
+        # where v has the mean 0 and the covariance diag p − ppᵀ that e_y − p has for a class y that is drawn.
+        chances = at_least_float32(model(batch[0])).softmax(1)[:, None]
+        roots = chances.sqrt()
+        signs = torch.randint(2, (len(chances), count, chances.shape[2]), generator=generator) * 2 - 1
+        turned = signs.to(roots)
+        return chances - roots * (turned - roots * (roots * turned).sum(2, keepdim=True))
 
-    def relabelled(self, batch: Batch, labels: Int[Tensor, " batch"]) -> Batch:
+    def relabelled(self, batch: Batch, labels: Float[Tensor, "batch class"]) -> Batch:
         return batch[0], labels
 
 
@@ -141,8 +150,10 @@ class _Regression:
     def draw_labels(
         self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
     ) -> Float[Tensor, "batch count ..."]:
-        # One standard deviation up or down: the Fisher matrix asks for no more of the noise than its variance.
+        # One standard deviation up or down: the Fisher matrix asks for no more of the noise than its variance. Of a
+        # single output both have the same square, so that one says it all.
         predictions = at_least_float32(model(batch[0]))[:, None]
+        count = count if predictions[0].numel() > 1 else 1
         signs = torch.randint(2, (len(predictions), count, *predictions.shape[2:]), generator=generator) * 2 - 1
         return predictions + math.sqrt(self.noise_variance) * signs.to(predictions)
 
@@ -156,15 +167,16 @@ class _NextToken:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
         tokens = batch["input_ids"]
-        labels = batch.get("labels", tokens)
-        targets = torch.where(labels == IGNORED_LABEL, tokens, labels)[:, 1:].flatten()
+        targets = tokens
+        if "labels" in batch:  # what is not scored may have any label at all, and no place in the vocabulary
+            targets = torch.where(self.token_mask(batch), batch["labels"], tokens)
         network, states, known = self._states(model, batch)
         # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
         flat = states[:, :-1].flatten(0, 1)
         if known:
-            predicted = self._cross_entropy(network, flat, targets)
+            predicted = self._cross_entropy(network, flat, targets[:, 1:].flatten())
         else:
-            predicted = F.cross_entropy(flat, targets, reduction="none")
+            predicted = F.cross_entropy(flat, targets[:, 1:].flatten(), reduction="none")
         return F.pad(predicted.view(len(tokens), -1), (1, 0))
 
     def draw_labels(
@@ -249,6 +261,10 @@ class _NextToken:
         tokens = batch["input_ids"]
         real = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(tokens)
         return real.long().cumsum(1) - 1
+
+
+OURS = (_Classification, _Regression, _NextToken)
+"""Of these, whoever needs it knows what the model's outputs mean."""
 
 
 def _agree(network: nn.Module, found: Tensor, expected: Tensor) -> bool:

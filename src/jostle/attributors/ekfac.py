@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from jostle.data.datasets import Collate, Data, collate_samples, fingerprint_tensors
 from jostle.errors import InputError
-from jostle.losses import Batch, Loss, at_least_float32
+from jostle.losses import OURS, Batch, Loss, at_least_float32
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
 from jostle.models.weights import MovingWeights, WeightSelection
@@ -194,7 +194,7 @@ def _fitted(
             "fingerprints": {name: data[name].fingerprint() for name in sources},
         }
         # Of our own losses, labels can be drawn from what the model predicts.
-        sampled = hasattr(loss, "draw_labels")
+        sampled = type(loss) in OURS
         factors = arguments.FactorArguments(**{
             "strategy": "ekfac", "use_empirical_fisher": not sampled,
             "has_shared_parameters": any(calls[layer] > 1 for layer in layers), **(factor_arguments or {}),
@@ -204,6 +204,7 @@ def _fitted(
         _require_same(Path(directory), {
             "weights": fingerprint_tensors(model.state_dict()), "fit_data": data["fit_data"].fingerprint(),
             "layers": layers, "factors": factors.to_str_dict(),
+            "loss": repr(loss) if sampled else type(loss).__name__,
         })  # fmt: skip
         if layers == [""]:  # a model that is itself a layer: kronfluence replaces layers in what holds them
             copied, layers = nn.Sequential(copied), ["0"]

@@ -11,9 +11,9 @@ held are the losses of labels that the model itself would give, a few for every 
 labels is the Fisher matrix, which is the Hessian of a log-likelihood but for a model's own curvature. Labels of tokens
 are drawn one by one, so that gradients of different tokens are uncorrelated, as those of real text are not.
 
-There is no Monte Carlo error, so κ may be as large as one likes; but no order beyond the first. Draws at a distance
-from w* know more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by
-more than their gradients say. So gradients may say which losses move together, and a run how far.
+There are no draws, so κ may be as large as one likes; but no order beyond the first. Draws at a distance from w* know
+more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by more than
+their gradients say. So gradients may say which losses move together, and a run how far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
 
 KAPPA = 100.0
-"""The best of six for the five models that it was tried on (docs/reading.md); others are reported there."""
+"""The best of six, or level with it, for the five models that it was tried on (docs/reading.md)."""
 
 TOGETHER = 8
 """Examples whose labels are drawn at once, and whose tokens are counted."""
@@ -80,8 +80,8 @@ class FirstOrder:
         weights: which weights the gradients are of.
         collate: makes a batch of a list of samples.
         labels: how many labels are drawn from the model for each training example, or for each of its tokens; each
-            takes a gradient of every example. With 0, or a loss of which labels cannot be drawn (any but those of
-            `jostle.losses`), the losses themselves are held, as they are where draws are read.
+            takes a gradient of every example, and the matrix grows with the square of how many there are. With 0, or
+            a loss of which labels cannot be drawn (any but those of `jostle.losses`), the losses themselves are held.
         seed: of the labels.
         buffer_bytes: what the gradients held at once may take.
     """
@@ -115,13 +115,15 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
-        self._labels = len(held)
+        self._labels = {"labels": len(held), "seed": seed}
         asked = slice(count, count + len(sets["query"]))
         holding = slice(asked.stop, None) if held else slice(0, count)
         weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))
-        self._scores, self._squares = found[:count, asked], (found.diagonal()[:count], found.diagonal()[asked])
+        # Copies: views would hold on to all products.
+        self._scores, squares = found[:count, asked].clone(), found.diagonal().clone()
+        self._squares = squares[:count], squares[asked]
         self._across, self._asked = found[:count, holding] * weights_held, found[holding, asked] * weights_held[:, None]
-        self._held = found[holding, holding] * torch.outer(weights_held, weights_held)
+        self._held = (found[holding, holding] * weights_held).mul_(weights_held[:, None])
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -156,7 +158,7 @@ class FirstOrder:
             method="first order",
             normalized=normalize,
             scale=None,
-            provenance={"fingerprints": self._fingerprints, "kappa": float(kappa)},
+            provenance={"fingerprints": self._fingerprints, "kappa": float(kappa), **self._labels},
         )
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
@@ -192,13 +194,13 @@ def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) ->
         if mask is None:
             return loss.relabelled(batch, torch.stack(ours))
         # Wherever a batch has its padding, the labels are those of the scored tokens in turn.
-        spread = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+        spread = torch.full_like(mask, IGNORED_LABEL, dtype=torch.long)
         spread[mask] = torch.cat(ours)
         return loss.relabelled(batch, spread)
 
     return [
         Data(range(len(data)), data.name, collate=partial(collate, number=number), device=model.device)
-        for number in range(count)
+        for number in range(len(labels[0]))
     ]
 
 
