@@ -176,7 +176,7 @@ def test_top_as_a_table(place: Path, columns: int) -> None:
     assert "standard errors rest on only" in " ".join(result.stderr.split())
     assert "+1.000" in result.stdout
     assert "positive = the losses move together" in " ".join(result.stdout.split())
-    assert re.search(r"^     2   \+1\.000 ± \S+ +<s>seven", result.stdout, re.MULTILINE)
+    assert re.search(r"^     2 +\+1\.000 ± \S+ +<s>seven", result.stdout, re.MULTILINE)
     table = result.stdout.split("posterior correlation:")[0]
     assert max(map(len, table.splitlines())) <= columns
     for words, said in ((["--no-error"], False), ([], True)):  # few draws have errors that mean little
