@@ -338,6 +338,8 @@ def test_calibration_is_judged_beside_the_best_cell_on_a_fresh_bank(tmp_path: Pa
 def test_the_same_draws_are_read_at_several_kappas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CASES", {"ridge": lambda: reading.ridge})
     monkeypatch.setattr(reading, "RISES", (0.03,))
+    monkeypatch.setattr(reading, "DAMPINGS", (1e-2,))
+    monkeypatch.setattr(reading, "LABELS", {reading.FIRST_ORDER: 1, reading.SPREAD: 1})
     record = Record(tmp_path / "record.json", {})
     reading.measure("ridge", tmp_path, record, Budget(10), draws=25, seeds=2)
     kept = json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"]
