@@ -264,7 +264,7 @@ class _NextToken:
 
 
 OURS = (_Classification, _Regression, _NextToken)
-"""Of these, whoever needs it knows what the model's outputs mean."""
+"""The losses of which it is known what a model's outputs mean, so that labels can be drawn from them."""
 
 
 def _agree(network: nn.Module, found: Tensor, expected: Tensor) -> bool:

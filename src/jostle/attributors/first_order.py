@@ -44,7 +44,7 @@ KAPPA = 100.0
 TOGETHER = 8
 """Examples whose labels are drawn at once, and whose tokens are counted."""
 
-ITERATIONS, CLOSE = 300, 1e-6
+ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
 
 
