@@ -4,7 +4,9 @@
 
 Repetitions are the columns of one trace: each is a few chains on a quadratic potential, with the losses of two
 examples. Their covariance and its standard error come from `jostle.estimate.covariance`, which also chooses the length
-of the batches; the interval is the one of Student's t with the degrees of freedom that it reports.
+of the batches; the interval is the one of Student's t with the degrees of freedom that it reports: about the value, or
+for a variance (self-influence) about its logarithm, since estimates of what is never negative are skewed. What is not
+within 94 to 96 % is measured again, with other draws and five times as many repetitions.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jostle.samplers import Sampler
 
 RECORD = Path(__file__).parent / "records" / "sampler_coverage.json"
 N_BETA, LOCALIZATION = 24.0, 20.0
+LEAST, MOST, MORE = 0.94, 0.96, 5
 COLUMNS_AT_ONCE = 100
 """Repetitions in one call: it computes the covariance of each with every other, and only those with itself are used."""
 
@@ -66,13 +69,16 @@ QUANTITIES = {
 
 
 def coverage(
-    name: str, *, repetitions: int, chains: int, draws: int, thin: int, quantities: Iterable[str] = QUANTITIES
-) -> dict[str, dict[str, float]]:
+    name: str, *, repetitions: int, chains: int, draws: int, thin: int, quantities: Iterable[str] = QUANTITIES,
+    seed: int = 0,
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """How often the intervals of a sampler's estimates hold what they tend to."""
     gradients, hessians, H = losses_and_hessian()
     posterior = jostle.Posterior(n_beta=0.0 if name == "Gaussian" else N_BETA, localization=LOCALIZATION)
     sampler = samplers(float(np.linalg.eigvalsh(posterior.n_beta * H)[-1]) + LOCALIZATION)[name]
-    weights = simulate(sampler, H, posterior, chains=repetitions * chains, draws=draws, burn_in=60, thin=thin)
+    weights = simulate(
+        sampler, H, posterior, chains=repetitions * chains, draws=draws, burn_in=60, thin=thin, seed=seed
+    )
     quadratic = torch.einsum("cta,iab,ctb->ict", weights, torch.from_numpy(hessians), weights)
     losses = torch.einsum("cta,ia->ict", weights, torch.from_numpy(gradients)) + quadratic / 2
     # (example, chain, draw, repetition): repetitions become columns.
@@ -100,7 +106,7 @@ def coverage(
             truth = value.mean()
         else:
             truth = exact[i, j] / np.sqrt(exact[i, i] * exact[j, j]) if normalize else exact[i, j]
-        distance = np.abs(value - truth) / error
+        distance = np.abs(value - truth) / error if i != j else np.abs(np.log(value / truth)) / (error / value)
         result[what] = {
             "coverage": float((distance < scipy.stats.t.ppf(0.975, freedom)).mean()),
             "degrees_of_freedom": float(freedom.mean()),
@@ -117,20 +123,28 @@ def main() -> None:
     torch.set_num_threads(1)
     # (draws, thin): few and many that are nearly independent, and many that are not.
     settings = [(100, 4), (400, 4), (1600, 1)]
-    started, rows = time.perf_counter(), {}
+    started, rows, again = time.perf_counter(), {}, {}
     print(f"{'4 chains':20} {'draws, thin':>12}  {'  '.join(QUANTITIES)}   (share of intervals, nominal 0.95)")
     for name in names():
         for draws, thin in settings:
             measured = coverage(name, repetitions=arguments.repetitions, chains=4, draws=draws, thin=thin)
-            rows[f"{name}, {draws} draws, thin {thin}"] = measured
+            rows[row := f"{name}, {draws} draws, thin {thin}"] = measured
             shown = "  ".join(f"{measured[what]['coverage']:{len(what)}.4f}" for what in measured)
             print(f"{name:20} {f'{draws}, {thin}':>12}  {shown}", flush=True)
+            for what in [what for what in measured if not LEAST <= measured[what]["coverage"] <= MOST]:
+                more = MORE * arguments.repetitions
+                found = coverage(name, repetitions=more, chains=4, draws=draws, thin=thin, quantities=[what], seed=1)[
+                    what
+                ]
+                again[f"{row}, {what}"] = {**found, "repetitions": more}
+                print(f"{'':20} again: {what} {found['coverage']:.4f}", flush=True)
     record = {
         "workload": f"{arguments.repetitions} repetitions each of a quadratic potential in 3 weights, 4 chains",
         "nominal": 0.95,
         "standard_error_of_a_coverage": float(np.sqrt(0.95 * 0.05 / arguments.repetitions)),
         "seconds": round(time.perf_counter() - started, 1),
         "results": rows,
+        "again": again,
     }
     if arguments.repetitions >= 2000:
         write_record(RECORD, record)

@@ -105,6 +105,41 @@ def test_first_order_is_an_influence_function(normalize: bool, kappa: float) -> 
     assert (np.abs(scores[0] - scores[2]).max() > 1e-3 * np.abs(scores[0]).max()) == (kappa > 0)
 
 
+@pytest.mark.parametrize("kappa", [0.0, 30.0])
+def test_first_order_in_the_metric_of_adam(kappa: float) -> None:
+    """Gradients by gᵀMg with M = diag(1/√v); a weight that no training example moves does not move."""
+    model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
+    train[0][:, 0] = 0
+    left, right = (losses_by_hand(model, *side) for side in (train, query))
+    squares = np.square(left).mean(0)
+    assert (right[:, squares == 0] != 0).any()
+    scale = np.divide(1, np.sqrt(np.sqrt(squares)), out=np.zeros_like(squares), where=squares > 0)
+    limit = FirstOrder(model, train, query, labels=0, metric="adam")
+    expected = influence_by_hand(left * scale, right * scale, left * scale, kappa, normalize=False)
+    found = limit.influence(kappa=kappa)
+    np.testing.assert_allclose(found.values, expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+    assert found.provenance["metric"] == "adam"
+
+
+def test_how_gradients_are_taken_is_decided_in_full_precision() -> None:
+    """Where TF32 is allowed, its rounding is no reason to take them one by one; and it is allowed again after."""
+    seen, matmul = [], torch.backends.cuda.matmul
+    plain = jostle.losses.classification()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(matmul.fp32_precision)
+        return plain(model, batch)
+
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        gradient_similarity(classifier(), examples(40, 1), examples(9, 2), loss=loss)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    assert set(seen) == {"ieee", "tf32"}
+    assert seen[-1] == "tf32"
+
+
 def test_labels_of_the_model_make_the_fisher_matrix() -> None:
     """Σ p(y|x) g(y)g(y)ᵀ over all labels, which many that are drawn come to; the labels there are, do not.
 
@@ -288,12 +323,16 @@ def test_first_order_refuses() -> None:
     for kappa, message in (("auto", "there is no noise to choose it by"), (-1, "got -1, expected a positive number")):
         with pytest.raises(jostle.InputError, match=message):
             limit.influence(kappa=kappa)
+    with pytest.raises(jostle.InputError, match=r"kappa: got 1e\+12, .*still have digits"):
+        limit.influence(kappa=1e12)
     model = classifier()
     nn.init.zeros_(model[2].weight)  # so that the first layer moves nothing
     with pytest.raises(jostle.InputError, match="gradients that are all 0"):
         FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
     with pytest.raises(jostle.InputError, match="labels: got -1, expected a whole number"):
         FirstOrder(model, train, query, labels=-1)
+    with pytest.raises(jostle.InputError, match="'isotropic' or 'adam'"):
+        FirstOrder(model, train, query, metric=cast(Any, "sgd"))
 
 
 def test_gradient_similarity_of_sequences() -> None:

@@ -11,6 +11,11 @@ held are the losses of labels that the model itself would give, a few for every 
 labels is the Fisher matrix, which is the Hessian of a log-likelihood but for a model's own curvature. Labels of tokens
 are drawn one by one, so that gradients of different tokens are uncorrelated, as those of real text are not.
 
+The localization need not be the same for all weights: of draws δ ~ N(0, M/γ) all of the above holds with gᵢᵀMgⱼ for
+gᵢᵀgⱼ. A model that is trained by Adam moves each weight by the step that it has divided by the root of a mean square,
+so that M = diag(1/√v), with v the mean square of the weight's gradient over the examples, says how far training would
+move it (``metric="adam"``).
+
 There are no draws, so κ may be as large as one likes; but no order beyond the first. Draws at a distance from w* know
 more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by more than
 their gradients say. So gradients may say which losses move together, and a run how far.
@@ -20,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -46,6 +51,9 @@ TOGETHER = 8
 
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
+
+
+Metric = Literal["isotropic", "adam"]
 
 
 class Draws(Protocol):
@@ -83,6 +91,8 @@ class FirstOrder:
             takes a gradient of every example, and the matrix grows with the square of how many there are. With 0, or
             a loss of which labels cannot be drawn (any but those of `jostle.losses`), the losses themselves are held.
         seed: of the labels.
+        metric: "isotropic", all weights alike, or "adam", each as far as Adam would move it: for what is trained again
+            by Adam or AdamW.
         buffer_bytes: what the gradients held at once may take.
     """
 
@@ -97,10 +107,13 @@ class FirstOrder:
         collate: Collate | None = None,
         labels: int = 4,
         seed: int = 0,
+        metric: Metric = "isotropic",
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         if not isinstance(labels, int) or labels < 0:
             raise InputError("labels", got=labels, expected="a whole number, 0 or more")
+        if metric not in get_args(Metric):
+            raise InputError("metric", got=repr(metric), expected=" or ".join(map(repr, get_args(Metric))))
         loss, moving = loss or classification_loss(), MovingWeights(model, weights)
         with eval_mode(model), InPlace(model, moving) as in_place:
             sets = {
@@ -108,6 +121,8 @@ class FirstOrder:
                 for name, source in (("train", train), ("query", query))
             }
             each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
+            if metric == "adam":
+                each.scale = _mean_squares(each, sets["train"]).pow_(-0.25)
             held = _relabelled(in_place, loss, sets["train"], labels, seed)
             # Of all at once, so that where they fit the buffer each gradient is taken once.
             gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
@@ -115,7 +130,7 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
-        self._labels = {"labels": len(held), "seed": seed}
+        self._about = {"labels": len(held), "seed": seed, "metric": metric}
         asked = slice(count, count + len(sets["query"]))
         holding = slice(asked.stop, None) if held else slice(0, count)
         weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))
@@ -142,7 +157,10 @@ class FirstOrder:
         if kappa:
             damped = self._held.clone()
             damped.diagonal().add_(_largest(damped) / kappa)
-            root = torch.linalg.cholesky(damped)
+            root, failed = torch.linalg.cholesky_ex(damped)
+            if failed:
+                expected = "one at which the products of gradients, in single precision, still have digits"
+                raise InputError("kappa", got=f"{kappa:g}", expected=expected, fix="lower it")
             solved = torch.cholesky_solve(self._asked, root)
             scores = scores - self._across @ solved
             if normalize:
@@ -158,7 +176,7 @@ class FirstOrder:
             method="first order",
             normalized=normalize,
             scale=None,
-            provenance={"fingerprints": self._fingerprints, "kappa": float(kappa), **self._labels},
+            provenance={"fingerprints": self._fingerprints, "kappa": float(kappa), **self._about},
         )
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
@@ -173,6 +191,14 @@ class FirstOrder:
         squares = self._squares[name == "query"]
         moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
+
+
+def _mean_squares(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
+    """Of every weight's gradient, over the examples; infinite for those that no example moves, nor would Adam."""
+    total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
+    for _, rows in each(data, range(len(data)), False):
+        total += rows.double().square_().sum(0)
+    return torch.where(total > 0, total / len(data), torch.inf).to(each.moving.dtype)
 
 
 def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:

@@ -7,6 +7,7 @@ Reference: Charpiat et al., *Input similarity from the neural network perspectiv
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -154,12 +155,17 @@ def gradient_self_influence(
 
 
 class PerExample:
-    """Gradients of single examples, several at once through `vmap` where the model allows it."""
+    """Gradients of single examples, several at once through `vmap` where the model allows it.
+
+    Attributes:
+        scale: every gradient is multiplied by this, where it is set.
+    """
 
     def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._model, self._loss = model, loss
         self.moving, self.device = model.moving, model.device
         self._mapped: bool | None = None
+        self.scale: Float[Tensor, " weight"] | None = None
         row_bytes = model.moving.total * model.moving.dtype.itemsize
         # A quarter of the buffer for those that are being made, the rest for those that are held.
         self.at_once = min(examples_at_once(model.device), max(1, buffer_bytes // (4 * row_bytes)))
@@ -174,18 +180,19 @@ class PerExample:
             start = chosen.stop
             # Products and squares of them would not survive the half precision that a model may compute in.
             rows = self._gradients(data, chosen).to(self._model.moving.dtype)
+            if self.scale is not None:
+                rows = rows * self.scale
             yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
 
     @torch.no_grad()
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
-        if self._mapped is False:
-            return self._one_by_one(data, chosen)
         if self._mapped is None:
             check_unchanged(self._model, self._loss, data)
-        # First, since it also teaches a loss what it tries once for each model, and cannot try within vmap.
-        first = self._one_by_one(data, chosen[:1]) if self._mapped is None else None
         try:
-            rows = self._mapped_gradients(data, chosen)
+            if self._mapped is None:
+                self._mapped = self._several_are_each(data, chosen[:2])
+            if self._mapped:
+                return self._mapped_gradients(data, chosen)
         except torch.OutOfMemoryError:
             if len(chosen) == 1:
                 raise
@@ -196,14 +203,19 @@ class PerExample:
         except Exception as error:  # any model may hit any limit of vmap; the loop remains
             log.info("gradients are taken one by one (%s)", str(error).partition("\n")[0][:100])
             self._mapped = False
-            return self._one_by_one(data, chosen)
-        if first is not None:  # believed after one look
-            tolerance = max(self._model.tolerance, TF32_TOLERANCE if first.is_cuda else 0.0)
-            self._mapped = bool((rows[:1] - first).norm() <= tolerance * first.norm())
-            if not self._mapped:
-                log.info("gradients are taken one by one (several at once give other numbers)")
-                return self._one_by_one(data, chosen)
-        return rows
+        return self._one_by_one(data, chosen)
+
+    def _several_are_each(self, data: Data, chosen: range) -> bool:
+        """Whether gradients of several at once are those of single examples; believed after one look."""
+        with _all_digits():
+            # First, since it also teaches a loss what it tries once for each model, and cannot try within vmap.
+            first = self._one_by_one(data, chosen[:1])
+            row = self._mapped_gradients(data, chosen)[:1]
+        tolerance = max(self._model.tolerance, TF32_TOLERANCE if first.is_cuda else 0.0)
+        same = bool((row - first).norm() <= tolerance * first.norm())
+        if not same:
+            log.info("gradients are taken one by one (several at once give other numbers)")
+        return same
 
     def _one_by_one(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
         center = self._model.moving.center[None]
@@ -219,3 +231,14 @@ class PerExample:
 
         singles = map_tensors(data.batch(chosen), lambda tensor: tensor[:, None])
         return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
+
+
+@contextlib.contextmanager
+def _all_digits() -> Iterator[None]:
+    """Products in full precision for a while: in TF32, two ways to one gradient may differ by far."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
