@@ -18,6 +18,7 @@ import copy
 import itertools
 import json
 import lzma
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,14 @@ class FineTuner:
                 group["lr"] = rate
 
 
+def training_of(recipe: str, examples: int) -> dict[str, float]:
+    """What `FineTuner` does with so many examples, in the words of `FirstOrder.kappa_of_training`."""
+    about = RECIPES[recipe]
+    steps = math.ceil(examples / about["batch_size"])
+    total = about["learning_rate"] * (steps + 1) / 2  # falls linearly, from the first step's whole rate
+    return {"total_rate": total, "weight_decay": about["weight_decay"], "batch_size": about["batch_size"]}
+
+
 def sweep(draws: int) -> dict[str, dict[str, Any]]:
     """Independent draws as far as steps can make them: the step is as long as localization and curvature allow."""
     grid = itertools.product(SWEEP["n_beta"], SWEEP["localization"])
@@ -241,10 +250,12 @@ def setting_of(
         record,
         budget,
     )
-    banks = {}
+    banks, adam = {}, {}
     for alpha in arguments.retrain:
+        subsets = random_subsets(len(train), arguments.subsets, share=alpha)
+        adam[f"{alpha:g}"] = training_of(recipe, len(subsets.indices(0)))
         banks[f"{alpha:g}"] = fill(
-            work / f"bank-{alpha:g}", random_subsets(len(train), arguments.subsets, share=alpha), retrainer, query,
+            work / f"bank-{alpha:g}", subsets, retrainer, query,
             loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget, record=record, batch_size=64,
             key=f"{recipe}, alpha_retrain {alpha:g}",
         )  # fmt: skip
@@ -258,7 +269,7 @@ def setting_of(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
-        keep=arguments.keep, read_at=(10.0, 30.0, 100.0),
+        keep=arguments.keep, read_at=(10.0, 30.0, 100.0), adam=adam,
     )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ KAPPAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 RISES = (0.3, 0.03)
 CHAINS, DRAWS, SEEDS = 4, 100, 3
 SAMPLED, FIRST_ORDER, SPREAD = "sampled at κ = 10", "first order, no draws", "first order, spread of 40 draws"
-LABELS = {FIRST_ORDER: 4, SPREAD: 4, "first order, 16 labels": 16, "first order, own labels": 0}
+ADAM = "first order, metric of Adam"
+LABELS = {FIRST_ORDER: 4, SPREAD: 4, "first order, 16 labels": 16, "first order, own labels": 0, ADAM: 4}
 """How many labels are drawn from the model for what is held; 0 are those that there are."""
 
 KINDS = ("covariance", "correlation")
@@ -58,13 +59,18 @@ class Case(NamedTuple):
     loss: Loss
     bank: Bank
     batch_size: int
+    training: Mapping[str, float] | None = None
+    """How the models of the bank were trained by AdamW, as `FirstOrder.kappa_of_training` wants to know it."""
 
 
 def trained(problem: Problem) -> Callable[[Path, Record, Budget], Case]:
     def make(work: Path, record: Record, budget: Budget) -> Case:
         trainer = Trainer(problem)
-        bank = trainer.bank(work / "bank", halves(len(Data(problem.train, "train"))))
-        return Case(trainer.model(), problem.train, problem.query, problem.loss, bank, problem.sampling_batch_size)
+        subsets = halves(len(Data(problem.train, "train")))
+        return Case(
+            trainer.model(), problem.train, problem.query, problem.loss, trainer.bank(work / "bank", subsets),
+            problem.sampling_batch_size, resolution.training_of(problem, len(subsets.indices(0))),
+        )  # fmt: skip
 
     return make
 
@@ -108,8 +114,14 @@ def read(run: jostle.Run, bank: Bank) -> dict[str, Any]:
 
 
 def first_order(case: Case, label: str) -> dict[str, Any]:
-    """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked."""
-    limit, run = FirstOrder(case.model, case.train, case.query, loss=case.loss, labels=LABELS[label]), None
+    """What draws tend to near w*, read at every κ; losses move as in 40 draws at the first rise, where asked.
+
+    In the metric of Adam also at the κ of the training, which knows of no retraining.
+    """
+    limit, run = FirstOrder(
+        case.model, case.train, case.query, loss=case.loss, labels=LABELS[label],
+        metric="adam" if label == ADAM else "isotropic",
+    ), None  # fmt: skip
     if label == SPREAD:
         chosen = jostle.calibrate(
             case.model, case.train, loss=case.loss, batch_size=case.batch_size, pilot=False, rise=RISES[0], kappa=0.0
@@ -118,13 +130,15 @@ def first_order(case: Case, label: str) -> dict[str, Any]:
             case.model, case.train, case.query, loss=case.loss, chains=CHAINS, draws=40 // CHAINS, progress=False,
             **chosen.settings,
         )  # fmt: skip
-    return {
-        kind: {
-            f"{kappa:g}": lds_over_queries(
-                case.bank, limit.influence(kappa=kappa, normalize=kind == "correlation", spread=run)
-            ) for kappa in KAPPAS
-        } for kind in KINDS
-    }  # fmt: skip
+
+    def measured(kappa: float, kind: str) -> dict[str, float]:
+        return lds_over_queries(case.bank, limit.influence(kappa=kappa, normalize=kind == "correlation", spread=run))
+
+    found: dict[str, Any] = {kind: {f"{kappa:g}": measured(kappa, kind) for kappa in KAPPAS} for kind in KINDS}
+    if label == ADAM and case.training:
+        kappa = limit.kappa_of_training(**case.training)
+        found["training"] = {**case.training, "kappa": kappa, **{kind: measured(kappa, kind) for kind in KINDS}}
+    return found
 
 
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int = DRAWS, seeds: int = SEEDS) -> None:
@@ -236,6 +250,18 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
     return "\n".join(lines)
 
 
+def markdown_of_training(measured: Mapping[str, Any]) -> str:
+    """A line for each model: the κ that its training says, and what is read there."""
+    lines = ["| | EK-FAC | at its best damping | κ of the training | correlation | covariance |", "| --- " * 6 + "|"]
+    for name, kept in measured.items():
+        if found := kept.get(ADAM, {}).get("training"):
+            plain = (kept["baselines"]["EK-FAC"].get("lds"), best_of_ekfac(kept))
+            cells = [f"{value:.3f}" for value in (*plain, *(found[kind]["lds"] for kind in reversed(KINDS)))]
+            cells.insert(2, f"{found['kappa']:.0f}")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(measured: Mapping[str, Any], path: Path) -> None:
     """LDS against the κ at which the same draws are read, a panel for each model."""
     from matplotlib.figure import Figure
@@ -292,6 +318,7 @@ def main() -> None:
     measured = measure_each(parser, "reading", CASES, {"chains": CHAINS, "draws": DRAWS}, measure_one, draw)
     for kind in KINDS:
         print(f"\n{markdown(measured, kind)}", flush=True)
+    print(f"\n{markdown_of_training(measured)}", flush=True)
 
 
 if __name__ == "__main__":

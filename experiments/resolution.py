@@ -213,6 +213,16 @@ def fit(
     return weights.detach()
 
 
+def training_of(problem: Problem, examples: int) -> dict[str, float]:
+    """What `fit` does with so many examples, in the words of `FirstOrder.kappa_of_training`."""
+    steps = problem.epochs * math.ceil(examples / problem.batch_size)
+    # The mean of a cosine schedule is a half.
+    return {
+        "total_rate": problem.learning_rate * steps / 2, "weight_decay": problem.weight_decay,
+        "batch_size": problem.batch_size,
+    }  # fmt: skip
+
+
 class Trainer:
     """Trains the model of a problem on all examples, or on many subsets side by side."""
 

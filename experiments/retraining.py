@@ -51,6 +51,8 @@ BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
 FIRST_ORDER_AT, LABELS = (1.0, READ_AT, 100.0, 1000.0), 4
 """Without the noise of draws, any κ can be looked at."""
+FIRST_ORDER = f"first order, {LABELS} labels"
+IN_ADAM = f"{FIRST_ORDER}, metric of Adam"
 RECORDS = Path(__file__).parent / "records"
 
 Result = TypeVar("Result")
@@ -121,6 +123,8 @@ class Setting:
     extra: Mapping[str, Callable[[], dict[str, Scores]]] = field(default_factory=dict)
     keep: Path | None = None
     read_at: Sequence[float] = (READ_AT,)
+    adam: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Where models are trained by Adam or AdamW: how those of each bank are (`FirstOrder.kappa_of_training`)."""
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -141,7 +145,9 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
-        groups["first-order"] = {f"first order, {LABELS} labels": lambda: self._first_order(work, budget, buffer)}
+        groups["first-order"] = {FIRST_ORDER: lambda: self._first_order(work, budget, buffer)}
+        if self.adam:
+            groups["first-order"][IN_ADAM] = lambda: self._first_order_of_adam(buffer)
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -176,16 +182,11 @@ class Setting:
 
     def _first_order(self, work: Path, budget: Budget, buffer_bytes: int) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
-        runs: dict[str, jostle.Run | None] = {f"first order, {LABELS} labels": None}
+        runs: dict[str, jostle.Run | None] = {FIRST_ORDER: None}
         for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
             few = {**settings, "draws": 40 // settings["chains"]}
-            runs[f"first order, {LABELS} labels, spread of 40 draws"], _ = self.sample(
-                "spread of 40 draws", few, work, budget
-            )
-        limit = FirstOrder(
-            self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
-            labels=LABELS, buffer_bytes=buffer_bytes,
-        )  # fmt: skip
+            runs[f"{FIRST_ORDER}, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
+        limit = self._limit(buffer_bytes)
         return {
             f"{name}, {kind}, read at κ = {kappa:g}": limit.influence(
                 kappa=kappa, normalize=kind == "correlation", spread=run
@@ -194,6 +195,22 @@ class Setting:
                 runs.items(), FIRST_ORDER_AT, ("covariance", "correlation")
             )
         }
+
+    def _first_order_of_adam(self, buffer_bytes: int) -> dict[str, Scores]:
+        """The same in the metric of Adam, also at the κ that each bank's training says."""
+        limit = self._limit(buffer_bytes, metric="adam")
+        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
+        at |= {f"that of training {name}": limit.kappa_of_training(**training) for name, training in self.adam.items()}
+        return {
+            f"{IN_ADAM}, {kind}, read at κ = {label}": limit.influence(kappa=kappa, normalize=kind == "correlation")
+            for (label, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
+        }
+
+    def _limit(self, buffer_bytes: int, **more: Any) -> FirstOrder:
+        return FirstOrder(
+            self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
+            labels=LABELS, buffer_bytes=buffer_bytes, **more,
+        )  # fmt: skip
 
     def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:
         """Settings for a rule, from measurements of the model; what is given is kept."""
@@ -344,6 +361,7 @@ KEPT = (
     "verdict",
     "failed_chains",
     "damping",
+    "kappa",
     "dimension",
     *CALIBRATED,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -185,6 +186,44 @@ def test_labels_of_a_regression_are_its_gauss_newton_matrix() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("steps", "weight_decay"), [(1, 0.0), (12, 0.0), (150, 0.0), (3000, 0.03)])
+def test_kappa_of_training(steps: int, weight_decay: float) -> None:
+    """What examples of more or less importance do to losses by gradient descent from w*, through all of its steps."""
+    torch.manual_seed(0)
+    inputs, rate = torch.randn(45, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1]), 0.05
+    targets = inputs.sum(1, keepdim=True) + torch.randn(45, 1)
+    train, query = (inputs[:30], targets[:30]), (inputs[30:], targets[30:])
+    curvature = train[0].double().T @ train[0].double() / 30 + weight_decay * torch.eye(6)
+    optimum = torch.linalg.solve(curvature, train[0].double().T @ train[1].double() / 30)
+    model = nn.Linear(6, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(optimum.T)
+
+    def losses_after_training(importance: Tensor) -> Tensor:
+        weights = optimum
+        for _ in range(steps):
+            residuals = train[0].double() @ weights - train[1].double()
+            gradient = train[0].double().T @ (importance[:, None] * residuals) / 30
+            weights = (1 - rate * weight_decay) * weights - rate * gradient
+        return (query[0].double() @ weights - query[1].double()).square()[:, 0] / 2
+
+    exact = torch.autograd.functional.jacobian(losses_after_training, torch.ones(30, dtype=torch.double)).T.numpy()
+    limit = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=1.0))
+    kappa = limit.kappa_of_training(rate * steps, weight_decay=weight_decay)
+
+    def agreement(kappa: float) -> float:
+        found = limit.influence(kappa=kappa).values
+        return float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact))
+
+    assert agreement(kappa) > 0.99
+    if steps > 1:  # of one step, all small κ are alike
+        assert agreement(kappa) > max(agreement(kappa / 20), agreement(kappa * 20)) + 0.02
+    in_batches = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=1.0), metric="adam")
+    np.testing.assert_allclose(
+        in_batches.kappa_of_training(0.5, batch_size=16), 4 * in_batches.kappa_of_training(0.5), rtol=1e-6
+    )
+
+
 def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
     """Both as they are and read at κ = 10, to their Monte Carlo error; farther away there is more than that."""
     model = classifier()
@@ -323,6 +362,13 @@ def test_first_order_refuses() -> None:
     for kappa, message in (("auto", "there is no noise to choose it by"), (-1, "got -1, expected a positive number")):
         with pytest.raises(jostle.InputError, match=message):
             limit.influence(kappa=kappa)
+    for given, message in (
+        ({"total_rate": 0.0}, "total_rate: got 0.0, expected a positive number"),
+        ({"total_rate": 1.0, "weight_decay": -0.1}, "weight_decay: got -0.1, expected 0 or a positive number"),
+        ({"total_rate": math.inf}, "expected something that holds the weights"),
+    ):
+        with pytest.raises(jostle.InputError, match=message):
+            limit.kappa_of_training(**given)
     with pytest.raises(jostle.InputError, match=r"kappa: got 1e\+12, .*still have digits"):
         limit.influence(kappa=1e12)
     model = classifier()

@@ -24,7 +24,7 @@ from experiments import (
     samplers,
 )
 from experiments.figures import draw
-from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, run
+from experiments.retraining import FIRST_ORDER_AT, IN_ADAM, Budget, OutOfTimeError, Record, Setting, fill, run
 from torch import nn
 
 import jostle
@@ -57,11 +57,15 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     record = Record(tmp_path / "record.json", {})
     bank = filled(tmp_path, record, Budget(10))
     blind = {"n_beta": 0.0, "sampler": "gaussian", "localization": 2.0, "chains": 4, "draws": 100, "batch_size": 40}
-    few = replace(setting(bank, 100), bif={"blind": blind}, methods=("first-order",))
+    adam = {"0.5": {"total_rate": 2.0, "weight_decay": 0.1, "batch_size": 4}}
+    few = replace(setting(bank, 100), bif={"blind": blind}, methods=("first-order",), adam=adam)
     run(few, tmp_path / "work", record, Budget(10))
     methods = record.content["measured"]["all"]["0.5"]["methods"]
     names = [name for name in methods if name.startswith("first order")]
-    assert len(names) == 2 * len(FIRST_ORDER_AT) * 2
+    assert len(names) == 2 * len(FIRST_ORDER_AT) * 2 + 2 * (len(FIRST_ORDER_AT) + 1)
+    told = methods[f"{IN_ADAM}, covariance, read at κ = that of training 0.5"]
+    assert told["per_query"] > 0.6
+    assert told["kappa"] not in FIRST_ORDER_AT
     assert all(methods[name]["per_query"] > 0.6 for name in names if name.endswith("read at κ = 10"))
     opened = jostle.load(tmp_path / "work" / "all" / "runs" / "spread_of_40_draws")
     assert len(opened.healthy_chains) * opened.draws == 40

@@ -16,6 +16,11 @@ gᵢᵀgⱼ. A model that is trained by Adam moves each weight by the step that 
 so that M = diag(1/√v), with v the mean square of the weight's gradient over the examples, says how far training would
 move it (``metric="adam"``).
 
+How far to hold, the training says. Along a direction of curvature h an optimum follows a change of the data by 1/h,
+and gradient descent from w*, whose learning rates sum to τ and whose weight decay is w, by about 1/(h + w + 1/τ); Adam
+the same, in its own metric. So κ = λmax/(w + 1/τ), with λmax the largest curvature of the mean loss
+(`FirstOrder.kappa_of_training`).
+
 There are no draws, so κ may be as large as one likes; but no order beyond the first. Draws at a distance from w* know
 more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by more than
 their gradients say. So gradients may say which losses move together, and a run how far.
@@ -23,6 +28,7 @@ their gradients say. So gradients may say which losses move together, and a run 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -130,6 +136,7 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
+        self._count, self._metric = count, metric
         self._about = {"labels": len(held), "seed": seed, "metric": metric}
         asked = slice(count, count + len(sets["query"]))
         holding = slice(asked.stop, None) if held else slice(0, count)
@@ -178,6 +185,31 @@ class FirstOrder:
             scale=None,
             provenance={"fingerprints": self._fingerprints, "kappa": float(kappa), **self._about},
         )
+
+    def kappa_of_training(self, total_rate: float, *, weight_decay: float = 0.0, batch_size: float = 1) -> float:
+        """Return the κ that belongs to how the model is trained again.
+
+        Args:
+            total_rate: the learning rates of all steps, summed; with momentum m, that divided by 1 − m. Infinite for
+                training to the end.
+            weight_decay: what each step takes off the weights, as a multiple of its learning rate (AdamW's and SGD's).
+            batch_size: examples in a step. It counts in the metric of Adam alone, whose steps are divided by the size
+                of a batch's gradient: √(batch size) smaller than that of a single example's.
+        """
+        for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
+            if not value > 0:
+                raise InputError(name, got=value, expected="a positive number")
+        if not 0 <= weight_decay < math.inf:
+            raise InputError("weight_decay", got=weight_decay, expected="0 or a positive number")
+        damping = weight_decay + 1 / total_rate
+        if not damping:
+            raise InputError(
+                "total_rate",
+                got="training to the end without weight decay",
+                expected="something that holds the weights",
+            )
+        curvature = _largest(self._held) / self._count
+        return curvature * (math.sqrt(batch_size) if self._metric == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
         """How many times as far as its gradient says each loss moves in a run."""
