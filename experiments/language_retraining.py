@@ -8,7 +8,10 @@ subsets at alpha 0.5; one epoch of full-parameter AdamW from the pretrained mode
 recipes: "paper" (learning rate 3e-5, batch 256, weight decay 0.01) or "strong" (3e-4, batch 32). The model that is
 analysed is fine-tuned on all 4,096 in the same way. Every method sees the same weights, the linear layers of the
 blocks. BIF correlation is the paper's implementation A, covariance its B. --sweep adds a grid of n_beta and
-localization, each with its mean loss beside its LDS. Called again it goes on where it stood.
+localization, each with its mean loss beside its LDS. Called again it goes on where it stood. The banks of the record,
+three retrainings of every half, are kept: unpacked into the work directory, they need not be trained again:
+
+    tar -xJf experiments/records/banks/language.tar.xz -C work
 """
 
 from __future__ import annotations
