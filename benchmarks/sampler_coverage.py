@@ -106,9 +106,12 @@ def coverage(
             truth = value.mean()
         else:
             truth = exact[i, j] / np.sqrt(exact[i, i] * exact[j, j]) if normalize else exact[i, j]
-        distance = np.abs(value - truth) / error if i != j else np.abs(np.log(value / truth)) / (error / value)
+        about_the_value = np.abs(value - truth) / error
+        distance = about_the_value if i != j else np.abs(np.log(value / truth)) / (error / value)
+        width = scipy.stats.t.ppf(0.975, freedom)
         result[what] = {
-            "coverage": float((distance < scipy.stats.t.ppf(0.975, freedom)).mean()),
+            "coverage": float((distance < width).mean()),
+            **({"coverage_about_the_value": float((about_the_value < width).mean())} if i == j else {}),
             "degrees_of_freedom": float(freedom.mean()),
             "mean_error_over_true_error": float(error.mean() / value.std()),
             "bias_in_errors_of_one_repetition": float((value.mean() - truth) / value.std()),

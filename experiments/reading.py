@@ -252,11 +252,15 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
 
 def markdown_of_training(measured: Mapping[str, Any]) -> str:
     """A line for each model: the κ that its training says, and what is read there."""
-    lines = ["| | EK-FAC | at its best damping | κ of the training | correlation | covariance |", "| --- " * 6 + "|"]
+    best = f"the best covariance of κ ≤ {KAPPAS[-1]:g}"
+    lines = [f"| | EK-FAC | at its best damping | κ of the training | correlation | covariance | {best} |"]
+    lines.append("| --- " * 7 + "|")
     for name, kept in measured.items():
         if found := kept.get(ADAM, {}).get("training"):
-            plain = (kept["baselines"]["EK-FAC"].get("lds"), best_of_ekfac(kept))
-            cells = [f"{value:.3f}" for value in (*plain, *(found[kind]["lds"] for kind in reversed(KINDS)))]
+            values = [kept["baselines"]["EK-FAC"].get("lds"), best_of_ekfac(kept)]
+            values += [found[kind]["lds"] for kind in reversed(KINDS)]
+            values.append(max(one["lds"] for one in kept[ADAM]["covariance"].values()))
+            cells = [f"{value:.3f}" for value in values]
             cells.insert(2, f"{found['kappa']:.0f}")
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

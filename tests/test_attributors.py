@@ -7,7 +7,7 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -111,10 +111,13 @@ def test_first_order_in_the_metric_of_adam(kappa: float) -> None:
     """Gradients by gᵀMg with M = diag(1/√v); a weight that no training example moves does not move."""
     model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
     train[0][:, 0] = 0
+    train[0][0, 0] = 1e-12  # no more than rounding
     left, right = (losses_by_hand(model, *side) for side in (train, query))
     squares = np.square(left).mean(0)
-    assert (right[:, squares == 0] != 0).any()
-    scale = np.divide(1, np.sqrt(np.sqrt(squares)), out=np.zeros_like(squares), where=squares > 0)
+    moved = squares > 1e-16
+    assert (right[:, ~moved] != 0).any()
+    assert (squares[~moved] > 0).any()
+    scale = np.divide(1, np.sqrt(np.sqrt(squares)), out=np.zeros_like(squares), where=moved)
     limit = FirstOrder(model, train, query, labels=0, metric="adam")
     expected = influence_by_hand(left * scale, right * scale, left * scale, kappa, normalize=False)
     found = limit.influence(kappa=kappa)
@@ -186,42 +189,57 @@ def test_labels_of_a_regression_are_its_gauss_newton_matrix() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("steps", "weight_decay"), [(1, 0.0), (12, 0.0), (150, 0.0), (3000, 0.03)])
-def test_kappa_of_training(steps: int, weight_decay: float) -> None:
-    """What examples of more or less importance do to losses by gradient descent from w*, through all of its steps."""
+@pytest.mark.parametrize("metric", ["isotropic", "adam"])
+@pytest.mark.parametrize(("steps", "weight_decay"), [(1, 0.0), (12, 0.0), (150, 0.0), (1000, 0.03), (math.inf, 0.03)])
+def test_kappa_of_training(metric: Literal["isotropic", "adam"], steps: float, weight_decay: float) -> None:
+    """What examples of more or less importance do to losses by descent from w*, differentiated through all its steps.
+
+    In Adam's metric gradients are divided by the size that those of 16 examples have, which is a quarter of one's.
+    """
     torch.manual_seed(0)
-    inputs, rate = torch.randn(45, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1]), 0.05
+    inputs = torch.randn(45, 6) * torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2, 0.1])
     targets = inputs.sum(1, keepdim=True) + torch.randn(45, 1)
     train, query = (inputs[:30], targets[:30]), (inputs[30:], targets[30:])
-    curvature = train[0].double().T @ train[0].double() / 30 + weight_decay * torch.eye(6)
-    optimum = torch.linalg.solve(curvature, train[0].double().T @ train[1].double() / 30)
-    model = nn.Linear(6, 1, bias=False)
+    (X, y), (X_query, y_query) = ((x.double(), y.double()) for x, y in (train, query))
+
+    def optimum(importance: Tensor, divided: Tensor) -> Tensor:
+        """Where X'(Xw − y)/n is divided, and decay holds it."""
+        curvature = X.T @ (importance[:, None] * X) / 30 / divided[:, None] + weight_decay * torch.eye(6)
+        return torch.linalg.solve(curvature, X.T @ (importance[:, None] * y) / 30 / divided[:, None])
+
+    ones = torch.ones(30, dtype=torch.double)
+    divided, start = torch.ones(6, dtype=torch.double), optimum(ones, torch.ones(6))
+    for _ in range(50 if metric == "adam" else 0):  # until one belongs to the other
+        divided = (X * (X @ start - y)).square().mean(0).sqrt() / 4
+        start = optimum(ones, divided)
+    model, rate = nn.Linear(6, 1, bias=False), float(0.05 * divided.min())
     with torch.no_grad():
-        model.weight.copy_(optimum.T)
+        model.weight.copy_(start.T)
 
     def losses_after_training(importance: Tensor) -> Tensor:
-        weights = optimum
-        for _ in range(steps):
-            residuals = train[0].double() @ weights - train[1].double()
-            gradient = train[0].double().T @ (importance[:, None] * residuals) / 30
-            weights = (1 - rate * weight_decay) * weights - rate * gradient
-        return (query[0].double() @ weights - query[1].double()).square()[:, 0] / 2
+        weights = start
+        if steps == math.inf:
+            weights = optimum(importance, divided)
+        for _ in range(int(steps) if steps < math.inf else 0):
+            gradient = X.T @ (importance[:, None] * (X @ weights - y)) / 30
+            weights = (1 - rate * weight_decay) * weights - rate * gradient / divided[:, None]
+        return (X_query @ weights - y_query).square()[:, 0] / 2
 
-    exact = torch.autograd.functional.jacobian(losses_after_training, torch.ones(30, dtype=torch.double)).T.numpy()
-    limit = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=1.0))
-    kappa = limit.kappa_of_training(rate * steps, weight_decay=weight_decay)
+    exact = torch.autograd.functional.jacobian(losses_after_training, ones).T.numpy()
+    limit = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=1.0), metric=metric)
+    kappa = limit.kappa_of_training(rate * steps, weight_decay=weight_decay, batch_size=16)
 
     def agreement(kappa: float) -> float:
         found = limit.influence(kappa=kappa).values
         return float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact))
 
+    if steps == math.inf:  # here it is exact, and nothing near it is
+        assert agreement(kappa) > 0.999999
+        assert max(agreement(kappa / 2), agreement(kappa * 2)) < 0.99999
+        return
     assert agreement(kappa) > 0.99
-    if steps > 1:  # of one step, all small κ are alike
-        assert agreement(kappa) > max(agreement(kappa / 20), agreement(kappa * 20)) + 0.02
-    in_batches = FirstOrder(model, train, query, loss=jostle.losses.regression(noise_variance=1.0), metric="adam")
-    np.testing.assert_allclose(
-        in_batches.kappa_of_training(0.5, batch_size=16), 4 * in_batches.kappa_of_training(0.5), rtol=1e-6
-    )
+    if kappa > 1:  # all smaller ones are alike
+        assert agreement(kappa) > max(agreement(kappa / 20), agreement(kappa * 20)) + 0.01
 
 
 def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
@@ -369,6 +387,8 @@ def test_first_order_refuses() -> None:
     ):
         with pytest.raises(jostle.InputError, match=message):
             limit.kappa_of_training(**given)
+    with pytest.raises(jostle.InputError, match=r"labels: got 0, .*; give a κ"):
+        FirstOrder(classifier(), train, query, labels=0).kappa_of_training(1.0)
     with pytest.raises(jostle.InputError, match=r"kappa: got 1e\+12, .*still have digits"):
         limit.influence(kappa=1e12)
     model = classifier()

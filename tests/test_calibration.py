@@ -265,7 +265,7 @@ def test_a_step_that_small_batches_make_hot_is_halved_until_it_is_not() -> None:
     task, said = small_classifier(), []
     model, train, query, loss = (task[name] for name in ("model", "train", "query", "loss"))
     chosen = calibrate(
-        model, train, loss=loss, localization=100.0, batch_size=8, say=said.append, progress=False, seed=1
+        model, train, loss=loss, localization=100.0, batch_size=12, say=said.append, progress=False, seed=1
     )  # fmt: skip
     rejected = [line for line in said if "is rejected" in line]
     assert len(rejected) >= 2

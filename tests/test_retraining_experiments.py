@@ -126,7 +126,7 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
     # They are for models with curvatures of some thousands; the calibrated ones find their own way here.
     one = Setting("all", fit(np.arange(40), 0), TRAIN_SET, QUERY_SET, jostle.losses.classification(), {}, {})
     for name, given in {**settings, **corners}.items():
-        small = {**given, "chains": 1, "draws": 2, "batch_size": 8, "burn_in": min(1, given.get("burn_in", 0))}
+        small = {**given, "chains": 1, "draws": 2, "batch_size": 40, "burn_in": min(1, given.get("burn_in", 0))}
         made, about = one.sample(name, small, tmp_path, Budget(10))
         assert about["localization"] == made.config["posterior"]["localization"]
         assert made.draws == 2

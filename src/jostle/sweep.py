@@ -113,7 +113,7 @@ def _keep(out: Path, base: dict[str, Any]) -> None:
 
 
 def _cell(request: dict[str, Any], settings: dict[str, float], out: Path, bank: Bank | None) -> Cell:
-    directory = out / "cells" / ",".join(f"{name}={value:g}" for name, value in settings.items())
+    directory = out / "cells" / ",".join(f"{name}={value:.12g}" for name, value in settings.items())
     try:
         run = _run(request, directory)
     except ChainsFailedError:
@@ -237,7 +237,9 @@ def _sound(cell: Cell) -> bool:
 def _word(cell: Cell) -> str:
     if cell.fault is None:
         return "no number"
-    return "step too long" if cell.fault.startswith("refused") else cell.fault
+    if cell.fault.startswith("refused"):
+        return "step too long" if cell.fault.startswith("refused: step_size") else "refused"
+    return cell.fault
 
 
 def _traces(axes: Any, cell: Cell) -> None:

@@ -21,9 +21,9 @@ and gradient descent from w*, whose learning rates sum to τ and whose weight de
 the same, in its own metric. So κ = λmax/(w + 1/τ), with λmax the largest curvature of the mean loss
 (`FirstOrder.kappa_of_training`).
 
-There are no draws, so κ may be as large as one likes; but no order beyond the first. Draws at a distance from w* know
-more, and few of them know best how far each loss moves: losses of examples that a model has learnt move by more than
-their gradients say. So gradients may say which losses move together, and a run how far.
+There are no draws, so κ may be as large as the digits of the products allow; but no order beyond the first. Draws at a
+distance from w* know more, and few of them know best how far each loss moves: losses of examples that a model has
+learnt move by more than their gradients say. So gradients may say which losses move together, and a run how far.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ KAPPA = 100.0
 
 TOGETHER = 8
 """Examples whose labels are drawn at once, and whose tokens are counted."""
+
+ADAM_STABILIZER = 1e-8
+"""What Adam adds to √v: a weight whose gradients are smaller hardly moves."""
 
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
@@ -128,7 +131,7 @@ class FirstOrder:
             }
             each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
             if metric == "adam":
-                each.scale = _mean_squares(each, sets["train"]).pow_(-0.25)
+                each.scale = _adam(each, sets["train"])
             held = _relabelled(in_place, loss, sets["train"], labels, seed)
             # Of all at once, so that where they fit the buffer each gradient is taken once.
             gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
@@ -190,12 +193,22 @@ class FirstOrder:
         """Return the κ that belongs to how the model is trained again.
 
         Args:
-            total_rate: the learning rates of all steps, summed; with momentum m, that divided by 1 − m. Infinite for
-                training to the end.
-            weight_decay: what each step takes off the weights, as a multiple of its learning rate (AdamW's and SGD's).
+            total_rate: the learning rates of all steps, summed; of SGD with momentum m, that divided by 1 − m (Adam's
+                own needs no such thing). Infinite for training to the end.
+            weight_decay: what each step takes off the weights, as a multiple of its learning rate: AdamW's and SGD's.
+                (That of `torch.optim.Adam` is divided by √v as gradients are, and holds less.)
             batch_size: examples in a step. It counts in the metric of Adam alone, whose steps are divided by the size
                 of a batch's gradient: √(batch size) smaller than that of a single example's.
+
+        Raises:
+            InputError: the losses themselves are held, whose gradients are no curvature.
         """
+        if not self._about["labels"]:
+            got, expected = (
+                "0, or a loss of which none can be drawn",
+                "labels of the model: they show its curvature",
+            )
+            raise InputError("labels", got=got, expected=expected, fix="give a κ")
         for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
             if not value > 0:
                 raise InputError(name, got=value, expected="a positive number")
@@ -203,11 +216,8 @@ class FirstOrder:
             raise InputError("weight_decay", got=weight_decay, expected="0 or a positive number")
         damping = weight_decay + 1 / total_rate
         if not damping:
-            raise InputError(
-                "total_rate",
-                got="training to the end without weight decay",
-                expected="something that holds the weights",
-            )
+            got = "training to the end without weight decay"
+            raise InputError("total_rate", got=got, expected="something that holds the weights")
         curvature = _largest(self._held) / self._count
         return curvature * (math.sqrt(batch_size) if self._metric == "adam" else 1.0) / damping
 
@@ -225,12 +235,13 @@ class FirstOrder:
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
 
 
-def _mean_squares(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
-    """Of every weight's gradient, over the examples; infinite for those that no example moves, nor would Adam."""
+def _adam(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
+    """The root of 1/√v, with v the mean square of each weight's gradient; 0 where Adam would not move it either."""
     total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
     for _, rows in each(data, range(len(data)), False):
-        total += rows.double().square_().sum(0)
-    return torch.where(total > 0, total / len(data), torch.inf).to(each.moving.dtype)
+        total += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square_()
+    size = (total / len(data)).sqrt_()
+    return torch.where(size > ADAM_STABILIZER, size.rsqrt(), 0.0).to(each.moving.dtype)
 
 
 def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:

@@ -181,7 +181,7 @@ class PerExample:
             # Products and squares of them would not survive the half precision that a model may compute in.
             rows = self._gradients(data, chosen).to(self._model.moving.dtype)
             if self.scale is not None:
-                rows = rows * self.scale
+                rows = rows.mul_(self.scale)
             yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
 
     @torch.no_grad()

@@ -239,11 +239,11 @@ def agreement(sample: Sample) -> dict[str, Any]:
     for name in ("halves", "chains"):
         rows = [_alike(first, second, top) for first, second in _columns(*scores[name])] if name in scores else []
         spearman, helpful, harmful = np.array(rows).T if rows else (np.array([np.nan]),) * 3
-        known = spearman[np.isfinite(spearman)]
+        known = np.isfinite(spearman)
         found[name] = {
-            "spearman": float(np.median(known)) if len(known) else None,
-            "top_overlap": float(helpful.mean()) if len(known) else None,
-            "harmful_overlap": float(harmful.mean()) if len(known) else None,
+            "spearman": float(np.median(spearman[known])) if known.any() else None,
+            "top_overlap": float(helpful[known].mean()) if known.any() else None,
+            "harmful_overlap": float(harmful[known].mean()) if known.any() else None,
         }
     return found
 

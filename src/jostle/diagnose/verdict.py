@@ -367,8 +367,7 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
             "unreliable",
             "hardly left w*",
             steps / memory,
-            f"chains have hardly left w*: {steps} steps, and forgetting it takes up to 2/(step size · localization) = "
-            f"{memory:.3g}",
+            f"chains have hardly left w*: {steps} steps, and forgetting it takes up to {memory:.3g}",
             f"raise --thin to about {_two_digits(memory)}, or take longer steps",
             _set(thin=memory),
         )
