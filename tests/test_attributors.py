@@ -377,11 +377,15 @@ def test_first_order_refuses() -> None:
         limit.influence(spread=gaussian_run(100.0, train, query, n_beta=30.0))
     with pytest.raises(jostle.InputError, match=r"spread: got query of fingerprint .*: the same data"):
         limit.influence(spread=gaussian_run(100.0, train, train))
-    for kappa, message in (("auto", "there is no noise to choose it by"), (-1, "got -1, expected a positive number")):
+    for kappa, message in (
+        ("auto", "there is no noise to choose it by"),
+        (-1, "got -1, expected 0 or a positive number"),
+    ):
         with pytest.raises(jostle.InputError, match=message):
             limit.influence(kappa=kappa)
     for given, message in (
         ({"total_rate": 0.0}, "total_rate: got 0.0, expected a positive number"),
+        ({"total_rate": [0.1]}, r"total_rate: got \[0.1\], expected a positive number"),
         ({"total_rate": 1.0, "weight_decay": -0.1}, "weight_decay: got -0.1, expected 0 or a positive number"),
         ({"total_rate": math.inf}, "expected something that holds the weights"),
     ):
@@ -397,6 +401,10 @@ def test_first_order_refuses() -> None:
         FirstOrder(model, examples(5, 1), examples(4, 2), weights="0.*").influence()
     with pytest.raises(jostle.InputError, match="labels: got -1, expected a whole number"):
         FirstOrder(model, train, query, labels=-1)
+    with pytest.raises(
+        jostle.InputError, match=r"loss on train: got RuntimeError: mat1 and mat2 .*, expected losses from"
+    ):
+        FirstOrder(nn.Linear(99, 3), train, query)
     with pytest.raises(jostle.InputError, match="'isotropic' or 'adam'"):
         FirstOrder(model, train, query, metric=cast(Any, "sgd"))
 

@@ -285,6 +285,14 @@ def test_a_step_that_small_batches_make_hot_is_halved_until_it_is_not() -> None:
     assert found[1]["temperature"]["value"] > 1.5
 
 
+def test_a_model_that_does_not_fit_the_data_is_told_so() -> None:
+    task = small_classifier()
+    with pytest.raises(
+        jostle.InputError, match=r"^loss on train: got RuntimeError: mat1 and mat2 .*, expected losses from"
+    ):
+        calibrate(torch.nn.Linear(99, 2), task["train"], loss=task["loss"], progress=False)
+
+
 def test_batches_so_small_that_no_step_is_worth_it_are_refused() -> None:
     task = small_classifier()
     message = (

@@ -155,6 +155,7 @@ def test_bad_input(task: list[str], tmp_path: Path) -> None:
     for arguments, message in (
         ([out, *task, "--n-beta", "1,few"], "n_beta: got '1,few', expected numbers separated by commas"),
         ([out, *task, "--burn-in", "1.5"], "burn_in: got '1.5', expected whole numbers"),
+        ([out, *task, "--n-beta", "1,-1"], "n_beta: got -1.0, expected a finite number"),
         ([out, *task, "--bank", tmp_path / "full"], "bank: got no readable bank.json"),
         ([tmp_path / "full", *task], "which exists and holds something else"),
     ):

@@ -130,7 +130,7 @@ def test_no_number_of_the_chains_changes(at_once: int, tmp_path: Path) -> None:
     plain = sample_run(FLAT, 0.4 / LARGEST, draws=4, out=tmp_path / "plain", **settings)
     run = sample_run(FLAT, 0.4 / LARGEST, draws=40, out=tmp_path / "run", **settings)
     assert (plain.traces.keeps_temperature, run.traces.keeps_temperature) == (False, True)
-    assert plain.diagnostics()["temperature"] == {"value": None, "standard_error": None}
+    assert plain.diagnostics()["temperature"] == dict.fromkeys(("value", "standard_error", "coolest_chain"))
     for name in ("train", "query"):
         np.testing.assert_array_equal(plain.traces.losses(name)[:], run.traces.losses(name)[:, :4])
     before = readings(run)
@@ -210,6 +210,16 @@ def test_healthy_chains_are_never_too_hot() -> None:
             found = sample_run(problem, 0, sampler=sampler, seed=weights, thin=5).diagnostics(support=False)
             assert 0.5 < found["temperature"]["value"] < 1.3
             assert not too_hot(found), (n_beta, localization, sampler, found["verdict"]["summary"])
+
+
+@pytest.mark.parametrize("draws", [3, 5, 9])
+def test_few_draws_do_not_hide_how_hot_chains_are(draws: int) -> None:
+    """Too few to follow a chain, but chains can be told apart: what is said first would otherwise be more of the same."""
+    hot = healthy = 0
+    for seed in range(10):
+        hot += bool(too_hot(sample_run(FLAT, 3.95 / LARGEST, draws=draws, seed=seed).diagnostics(support=False)))
+        healthy += bool(too_hot(sample_run(FLAT, 0.2 / LARGEST, draws=draws, seed=seed).diagnostics(support=False)))
+    assert (hot, healthy) == (10, 0)
 
 
 def test_a_rule_without_a_step_size_that_is_too_hot_is_told_so() -> None:

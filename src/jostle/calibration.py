@@ -36,6 +36,7 @@ from jostle.diagnose.thresholds import HOT
 from jostle.errors import ChainsFailedError, InputError, JostleWarning
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.checks import check_neighbours
 from jostle.models.functional import eval_mode
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
@@ -351,6 +352,7 @@ def calibrate(
         device = next(measured_on.parameters()).device
         name, source = ("train", train) if sampling_data is None else ("sampling_data", sampling_data)
         data = Data(source, name, collate=collate, device=device)
+        check_neighbours(in_place, potential_loss or loss, data)
         probe = Probe(in_place, potential_loss or loss, data, batch_size, PROBED_EXAMPLES, tell)
         if not math.isfinite(probe.at_center):
             raise InputError(

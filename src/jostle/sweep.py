@@ -29,7 +29,7 @@ from jostle.asking.tasks import Task
 from jostle.diagnose import plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate import Bank, lds
-from jostle.posterior import Potential
+from jostle.posterior import Posterior, Potential
 from jostle.runs.manifest import read_manifest
 from jostle.runs.run import Run, load
 
@@ -80,8 +80,10 @@ def sweep(
 
     cells = grid(request, axes)
     base = {name: value for name, value in request.items() if name not in AXES} | requests.source_of(request)
+    for settings in cells:  # before anything is written; a step that cannot work is a cell's own fault
+        Posterior(n_beta=settings["n_beta"], localization=settings["localization"])
     _keep(out, base)
-    say(f"{len(cells)} cells in {out / 'cells'}")
+    say(f"{len(cells)} cell{'s' if len(cells) > 1 else ''} in {out / 'cells'}")
     work = (joblib.delayed(_cell)(base | settings, settings, out, bank) for settings in cells)
     found: Any = joblib.Parallel(n_jobs=jobs)(work)
     temporary = out / "sweep.partial"

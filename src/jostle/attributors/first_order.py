@@ -29,6 +29,7 @@ learnt move by more than their gradients say. So gradients may say which losses 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -39,11 +40,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
-from jostle.conditioning import check_kappa
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.losses import classification as classification_loss
+from jostle.models.checks import check_unchanged
 from jostle.models.functional import eval_mode, token_mask
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
@@ -129,6 +130,8 @@ class FirstOrder:
                 name: Data(source, name, collate=collate, device=in_place.device)
                 for name, source in (("train", train), ("query", query))
             }
+            for data in sets.values():
+                check_unchanged(in_place, loss, data)
             each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
             if metric == "adam":
                 each.scale = _adam(each, sets["train"])
@@ -160,9 +163,9 @@ class FirstOrder:
             spread: a run of draws without a gradient (`jostle.Gaussian`) on the same data: every loss moves as far as
                 it did there, instead of by the length of its gradient. A few tens of draws are enough.
         """
-        check_kappa(kappa)
-        if kappa == "auto":
-            raise InputError("kappa", got="'auto'", expected="a number: there is no noise to choose it by")
+        if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
+            expected = "0 or a positive number" + (": there is no noise to choose it by" if kappa == "auto" else "")
+            raise InputError("kappa", got=repr(kappa), expected=expected)
         scores, (train, query) = self._scores, self._squares
         if kappa:
             damped = self._held.clone()
@@ -210,10 +213,10 @@ class FirstOrder:
             )
             raise InputError("labels", got=got, expected=expected, fix="give a κ")
         for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
-            if not value > 0:
-                raise InputError(name, got=value, expected="a positive number")
-        if not 0 <= weight_decay < math.inf:
-            raise InputError("weight_decay", got=weight_decay, expected="0 or a positive number")
+            if not (isinstance(value, numbers.Real) and float(value) > 0):
+                raise InputError(name, got=repr(value), expected="a positive number")
+        if not (isinstance(weight_decay, numbers.Real) and 0 <= float(weight_decay) < math.inf):
+            raise InputError("weight_decay", got=repr(weight_decay), expected="0 or a positive number")
         damping = weight_decay + 1 / total_rate
         if not damping:
             got = "training to the end without weight decay"

@@ -136,11 +136,12 @@ def temperature(readings: Float[np.ndarray, "chain draw"] | None) -> dict[str, A
     counts for no more than 10 robust standard deviations from the median, beyond which the target has next to none.
     """
     if readings is None or not np.isfinite(readings).all():
-        return {"value": None, "standard_error": None}
+        return {"value": None, "standard_error": None, "coolest_chain": None}
     middle = np.median(readings)
     reach = 10 * 1.4826 * np.median(np.abs(readings - middle))
     counted = np.clip(readings.astype(np.float64), middle - reach, middle + reach)
-    return {"value": float(counted.mean()), "standard_error": mean_error(counted)}
+    coolest = float(counted.mean(1).min()) if len(counted) > 1 else None
+    return {"value": float(counted.mean()), "standard_error": mean_error(counted), "coolest_chain": coolest}
 
 
 def between_chain_share(series: Float[np.ndarray, "chain draw column"]) -> float | None:

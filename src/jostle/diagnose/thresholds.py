@@ -39,5 +39,8 @@ SPREAD_GROWTH = 6.0
 HOT, TOO_HOT, HOT_ERRORS = 1.2, 1.5, 3.0
 """Of the temperature, which is 1 at the target; and how far above 1 it has to lie, in its own standard errors."""
 
+HOT_AT_ONCE = 2.0
+"""The same of every single chain, where draws are so few that the error is not known."""
+
 FAR_TOO_HOT = 100.0
 """From here on an eighth of the step is not enough of a change."""

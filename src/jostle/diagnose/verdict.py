@@ -22,6 +22,7 @@ from jostle.diagnose.thresholds import (
     FEWEST_EFFECTIVE,
     HARDLY_RISEN,
     HOT,
+    HOT_AT_ONCE,
     HOT_ERRORS,
     MOST_TIMES_THE_DRAWS,
     R_HAT_DOUBTFUL,
@@ -218,7 +219,13 @@ def _heated(
 ) -> Iterator[Reason]:
     """Chains that sample a hotter target than theirs, by `jostle.chains.thermometer`."""
     heat, error = found["temperature"]["value"], found["temperature"]["standard_error"]
-    if heat is not None and error is not None and heat > max(HOT, 1 + HOT_ERRORS * error):
+    if heat is None:
+        return
+    if error is None:
+        hot, size = (found["temperature"]["coolest_chain"] or 0.0) > HOT_AT_ONCE, f"some {_two_digits(heat)}"
+    else:
+        hot, size = heat > max(HOT, 1 + HOT_ERRORS * error), f"{heat:.3g} ± {error:.1g}"
+    if hot:
         small = found["sampled_from"] is None or config["batch_size"] < found["sampled_from"]
         advice, settings = smaller, shorter
         if shorter:
@@ -241,7 +248,7 @@ def _heated(
             "unreliable" if heat > TOO_HOT else "doubtful",
             "too hot",
             heat,
-            f"the chains are {heat:.3g} ± {error:.1g} times as hot as what they should sample: the "
+            f"the chains are {size} times as hot as what they should sample: the "
             f"step{' or the noise of small batches' if small else ''} heats them",
             advice,
             settings,

@@ -33,6 +33,29 @@ def check_losses(losses: Tensor, length: int, what: str) -> Tensor:
 
 
 @contextlib.contextmanager
+def in_words(what: str, count: int) -> Iterator[None]:
+    """Say in one line what a user's model or loss raises."""
+    try:
+        yield
+    except InputError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            what,
+            got=str(error).partition(". ")[0],
+            expected=f"room on the device for the model and {count} example{'s' if count > 1 else ''}",
+            fix="load the model in bfloat16, shorten the examples, or use another device",
+        ) from error
+    except Exception as error:
+        raise InputError(
+            what,
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="losses from loss(model, batch)",
+            fix="check a batch against what the model takes: inputs in its precision, labels as whole numbers",
+        ) from error
+
+
+@contextlib.contextmanager
 def unchanged(batch: Batch, what: str) -> Iterator[None]:
     """Refuse a model or loss that changes a batch: it may be a view of the user's data, and is seen at every draw."""
     before = versions(batch)
@@ -48,8 +71,8 @@ def unchanged(batch: Batch, what: str) -> Iterator[None]:
 
 def check_unchanged(model: FunctionalModel, loss: Loss, data: Data) -> None:
     """Refuse the same, found out on a copy of one example."""
-    batch = data.batch([0])
-    with unchanged(batch, f"loss on {data.name}"):
+    batch, what = data.batch([0]), f"loss on {data.name}"
+    with in_words(what, 1), unchanged(batch, what):
         model.evaluate(loss, model.moving.center[None], batch)
 
 
@@ -69,24 +92,8 @@ def check_neighbours(model: FunctionalModel, loss: Loss, data: Data) -> None:
         mask = token_mask(loss, batch)
         return [row if mask is None else row[mask[i]] for i, row in enumerate(values)]
 
-    try:
+    with in_words(what, len(probed)):
         together = losses(probed)
-    except InputError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            what,
-            got=str(error).partition(". ")[0],
-            expected=f"room on the device for the model and {len(probed)} examples",
-            fix="load the model in bfloat16, shorten the examples, or use another device",
-        ) from error
-    except Exception as error:  # whatever a user's model or loss may raise
-        raise InputError(
-            what,
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            expected="losses from loss(model, batch)",
-            fix="check a batch against what the model takes: inputs in its precision, labels as whole numbers",
-        ) from error
     again = losses(probed)
     tolerance = model.tolerance
 
