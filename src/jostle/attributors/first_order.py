@@ -142,7 +142,7 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
-        self._count, self._metric = count, metric
+        self._count = count
         self._about = {"labels": len(held), "seed": seed, "metric": metric}
         asked = slice(count, count + len(sets["query"]))
         holding = slice(asked.stop, None) if held else slice(0, count)
@@ -207,11 +207,8 @@ class FirstOrder:
             InputError: the losses themselves are held, whose gradients are no curvature.
         """
         if not self._about["labels"]:
-            got, expected = (
-                "0, or a loss of which none can be drawn",
-                "labels of the model: they show its curvature",
-            )
-            raise InputError("labels", got=got, expected=expected, fix="give a κ")
+            expected = "labels of the model: they show its curvature"
+            raise InputError("labels", got="0, or a loss of which none can be drawn", expected=expected, fix="give a κ")
         for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
             if not (isinstance(value, numbers.Real) and float(value) > 0):
                 raise InputError(name, got=repr(value), expected="a positive number")
@@ -222,7 +219,7 @@ class FirstOrder:
             got = "training to the end without weight decay"
             raise InputError("total_rate", got=got, expected="something that holds the weights")
         curvature = _largest(self._held) / self._count
-        return curvature * (math.sqrt(batch_size) if self._metric == "adam" else 1.0) / damping
+        return curvature * (math.sqrt(batch_size) if self._about["metric"] == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
         """How many times as far as its gradient says each loss moves in a run."""
