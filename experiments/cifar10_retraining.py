@@ -240,7 +240,7 @@ def settings_of(
             sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
-            keep=arguments.keep,
+            keep=arguments.keep, labels=arguments.labels,
         )  # fmt: skip
 
 

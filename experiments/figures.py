@@ -20,15 +20,21 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
 
 
 def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice."""
+    """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice, and
+    what is read as the training says."""
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", "read at κ")
     return [
         name for name in first
-        if name in twice or (name not in tried and not any(part in name for part in left_out))
+        if name in twice or _told(name) or (name not in tried and not any(part in name for part in left_out))
     ]  # fmt: skip
+
+
+def _told(name: str) -> bool:
+    """Whether scores are read at the κ that the training says."""
+    return "covariance, read at κ = that of training" in name
 
 
 def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
@@ -95,7 +101,8 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     grouped: dict[str, list[Mapping[str, Any]]] = {}
-    for name, row in methods.items():
+    shown = {name: row for name, row in methods.items() if _told(name) or not re.search("sweep|read at κ", name)}
+    for name, row in shown.items():
         grouped.setdefault(re.sub(r", seed \d+", "", name), []).append(row)
     names = sorted(grouped, key=lambda name: np.mean([row["per_query"] for row in grouped[name]]))
     figure = Figure(figsize=(14, 1.6 + 0.28 * len(names)), layout="constrained")
@@ -109,10 +116,12 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
             panel.errorbar(value, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
         if "seconds" in rows[0]:
             panels[2].barh(place, np.mean([row["seconds"] for row in rows]), color=colour, height=0.6)
-    panels[0].set_yticks(range(len(names)), [f"{n} ({len(grouped[n])} seeds)" if grouped[n][1:] else n for n in names])
+    short = [re.sub(r", covariance, read at κ = that of training .*", ", κ of the training", name) for name in names]
+    seeds = [f" ({len(grouped[name])} seeds)" if grouped[name][1:] else "" for name in names]
+    panels[0].set_yticks(range(len(names)), [f"{name}{told}" for name, told in zip(short, seeds, strict=True)])
     for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
         panel.axvline(0, color="black", linewidth=0.8)
-        panel.set_title(f"{title}, ± standard error")
+        panel.set(title=title, xlabel="± standard error")
     panels[2].set(xlabel="seconds, all included", title="time")
     for panel in panels:
         panel.grid(axis="x", alpha=0.3)

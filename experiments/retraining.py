@@ -49,10 +49,9 @@ READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
-FIRST_ORDER_AT, LABELS = (1.0, READ_AT, 100.0, 1000.0), 4
+FIRST_ORDER_AT = (1.0, READ_AT, 100.0, 1000.0)
 """Without the noise of draws, any κ can be looked at."""
-FIRST_ORDER = f"first order, {LABELS} labels"
-IN_ADAM = f"{FIRST_ORDER}, metric of Adam"
+LABELS = 2
 RECORDS = Path(__file__).parent / "records"
 
 Result = TypeVar("Result")
@@ -125,6 +124,16 @@ class Setting:
     read_at: Sequence[float] = (READ_AT,)
     adam: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Where models are trained by Adam or AdamW: how those of each bank are (`FirstOrder.kappa_of_training`)."""
+    labels: int = LABELS
+
+    @property
+    def first_order(self) -> str:
+        """What the scores of `FirstOrder` are called."""
+        return f"first order, {self.labels} label{'s' if self.labels != 1 else ''}"
+
+    @property
+    def in_adam(self) -> str:
+        return f"{self.first_order}, metric of Adam"
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -145,9 +154,13 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
-        groups["first-order"] = {FIRST_ORDER: lambda: self._first_order(work, budget, buffer)}
+        groups["first-order"] = {self.first_order: lambda: self._first_order(work, budget)}
         if self.adam:
-            groups["first-order"][IN_ADAM] = lambda: self._first_order_of_adam(buffer)
+            chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
+            groups["first-order"] |= {
+                f"{self.in_adam}{label}": lambda label=label, weights=weights: self._first_order_of_adam(label, weights)
+                for label, weights in chosen.items()
+            }
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -180,13 +193,13 @@ class Setting:
             jobs |= groups[group]
         return jobs
 
-    def _first_order(self, work: Path, budget: Budget, buffer_bytes: int) -> dict[str, Scores]:
+    def _first_order(self, work: Path, budget: Budget) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
-        runs: dict[str, jostle.Run | None] = {FIRST_ORDER: None}
+        runs: dict[str, jostle.Run | None] = {self.first_order: None}
         for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
             few = {**settings, "draws": 40 // settings["chains"]}
-            runs[f"{FIRST_ORDER}, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
-        limit = self._limit(buffer_bytes)
+            runs[f"{self.first_order}, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
+        limit = self._limit(self.weights)
         return {
             f"{name}, {kind}, read at κ = {kappa:g}": limit.influence(
                 kappa=kappa, normalize=kind == "correlation", spread=run
@@ -196,20 +209,22 @@ class Setting:
             )
         }
 
-    def _first_order_of_adam(self, buffer_bytes: int) -> dict[str, Scores]:
+    def _first_order_of_adam(self, label: str, weights: Any) -> dict[str, Scores]:
         """The same in the metric of Adam, also at the κ that each bank's training says."""
-        limit = self._limit(buffer_bytes, metric="adam")
+        limit = self._limit(weights, metric="adam")
         at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
-        at |= {f"that of training {name}": limit.kappa_of_training(**training) for name, training in self.adam.items()}
+        at |= {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in self.adam.items()}
         return {
-            f"{IN_ADAM}, {kind}, read at κ = {label}": limit.influence(kappa=kappa, normalize=kind == "correlation")
-            for (label, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
+            f"{self.in_adam}{label}, {kind}, read at κ = {name}": limit.influence(
+                kappa=kappa, normalize=kind == "correlation"
+            )
+            for (name, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
         }
 
-    def _limit(self, buffer_bytes: int, **more: Any) -> FirstOrder:
+    def _limit(self, weights: Any, **more: Any) -> FirstOrder:
         return FirstOrder(
-            self.model, self.train, self.query, loss=self.loss, weights=self.weights, collate=self.collate,
-            labels=LABELS, buffer_bytes=buffer_bytes, **more,
+            self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
+            labels=self.labels, rounded=torch.cuda.is_available(), buffer_bytes=_buffer_bytes(0.5), **more,
         )  # fmt: skip
 
     def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:
@@ -315,6 +330,8 @@ class Record:
             place["methods"][row.method] = {
                 "control": row.control,
                 "per_query": row.per_query.value, "per_query_error": row.per_query.standard_error,
+                # Of one bank resampled alike: what two methods differ by has an error of its own.
+                "per_query_replicates": row.per_query.replicates.round(5).tolist(),
                 "per_subset": row.per_subset.value, "per_subset_error": row.per_subset.standard_error,
                 **about.get(row.method, {}),
             }  # fmt: skip
@@ -476,6 +493,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     )
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
+    parser.add_argument("--labels", type=int, default=LABELS, help="drawn for every example, for the first order")
     add_keep(parser)
     parser.set_defaults(**defaults)
 
@@ -542,9 +560,9 @@ def measure_each(
     return measured
 
 
-def _buffer_bytes() -> int:
-    """What gradients held at once may take: a third of what is free on the GPU."""
-    return torch.cuda.mem_get_info()[0] // 3 if torch.cuda.is_available() else 2 << 30
+def _buffer_bytes(share: float = 1 / 3) -> int:
+    """What gradients held at once may take: a share of what is free on the GPU."""
+    return int(torch.cuda.mem_get_info()[0] * share) if torch.cuda.is_available() else 2 << 30
 
 
 def file_name(name: str) -> str:

@@ -26,6 +26,7 @@ from jostle.attributors import (
     gradient_similarity,
     trak,
 )
+from jostle.attributors import gradients as gradients_module
 from jostle.attributors.gradients import PerExample
 
 
@@ -104,6 +105,20 @@ def test_first_order_is_an_influence_function(normalize: bool, kappa: float) -> 
     ]
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-5 * np.abs(scores[0]).max())
     assert (np.abs(scores[0] - scores[2]).max() > 1e-3 * np.abs(scores[0]).max()) == (kappa > 0)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 3.0, 1e4])
+def test_first_order_of_rounded_gradients(kappa: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of bfloat16 on every side, so that any κ can be read; what is rounded is no more than that."""
+    model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
+    exact = [losses_by_hand(model, *side) for side in (train, query)]
+    left, right = (torch.tensor(side).bfloat16().double().numpy() for side in exact)
+    assert not np.array_equal(left, exact[0])
+    monkeypatch.setattr(gradients_module, "SLICE", 7)
+    for size in (1 << 20, 3_000):
+        found = FirstOrder(model, train, query, labels=0, rounded=True, buffer_bytes=size).influence(kappa=kappa).values
+        expected = influence_by_hand(left, right, left, kappa, normalize=False)
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kappa", [0.0, 30.0])

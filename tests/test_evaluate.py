@@ -120,8 +120,9 @@ def test_the_standard_error_is_that_of_repeated_experiments(
 
     Where a retraining is good or bad for all queries together, as in reality, the guess is right. Noise of each query
     on its own is counted once for queries, once for subsets and once for both: up to √3 too much, never too little.
+    So it is for what a worse method is worse by, in which most of what a bank has by chance falls out.
     """
-    found = []
+    found, differences = [], []
     for repeat in range(40):
         generator = np.random.default_rng(repeat)
         chosen = random_subsets(TRAIN, 50, seed=repeat)
@@ -133,11 +134,21 @@ def test_the_standard_error_is_that_of_repeated_experiments(
             for k in range(50):
                 bank.store(k, seed, {"loss": values[chosen.members[k]].sum(0) + noise[seed, k]})
         found.append(lds(bank, Scores(values=values, method="planted"), bootstrap=60))
-    spread = np.std([one.value for one in found], ddof=1)
-    guessed = np.mean([one.standard_error for one in found])
-    assert lowest < guessed / spread < highest
-    middle = np.mean([one.value for one in found])
-    assert np.mean([one.interval[0] < middle < one.interval[1] for one in found]) > 0.85
+        worse = values + 0.7 * generator.normal(size=values.shape)
+        differences.append(found[-1] - lds(bank, Scores(values=worse, method="worse"), bootstrap=60))
+    for measured in (found, differences):
+        spread = np.std([one.value for one in measured], ddof=1)
+        guessed = np.mean([one.standard_error for one in measured])
+        assert lowest < guessed / spread < highest
+        middle = np.mean([one.value for one in measured])
+        assert middle > 0.05
+        assert np.mean([one.interval[0] < middle < one.interval[1] for one in measured]) > 0.85
+    pairs = zip(differences, found, strict=True)
+    assert np.mean([difference.standard_error < 0.8 * one.standard_error for difference, one in pairs]) > 0.8
+    nothing = found[0] - found[0]
+    assert (nothing.value, nothing.standard_error) == (0, 0)
+    with pytest.raises(jostle.InputError, match="60 and 59 replicates"):
+        _ = found[0] - lds(bank, Scores(values=values, method="planted"), bootstrap=59)
 
 
 def test_subsets_may_have_different_numbers_of_seeds(tmp_path: Path) -> None:

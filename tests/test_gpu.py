@@ -111,6 +111,28 @@ def test_gradients_of_convolutions_are_taken_together(caplog: pytest.LogCaptureF
     assert "one by one" not in caplog.text
 
 
+def test_first_order_of_rounded_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """In half precision with single-precision sums, as on a CPU; and together, where TF32 is allowed, too."""
+    from architectures import VOCABULARY, tiny
+    from jostle.attributors import FirstOrder
+
+    rows = np.random.default_rng(0).integers(3, VOCABULARY, (24, 12)).tolist()
+    model, found = tiny("llama", "sdpa"), {}
+    for device in ("cpu", "cuda"):
+        found[device] = FirstOrder(
+            model.to(device), rows[:16], rows[16:], loss=jostle.losses.next_token(), labels=0, rounded=True
+        ).influence(kappa=100.0).values  # fmt: skip
+    np.testing.assert_allclose(found["cuda"], found["cpu"], atol=3e-3 * np.abs(found["cpu"]).max())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with caplog.at_level("INFO", logger="jostle"):
+            jostle.attributors.gradient_similarity(model, rows[:16], rows[16:], loss=jostle.losses.next_token())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert "one by one" not in caplog.text
+
+
 def test_a_recorded_fine_tuning_is_the_plain_one() -> None:
     from experiments.language_retraining import FineTuner
 

@@ -24,7 +24,7 @@ from experiments import (
     samplers,
 )
 from experiments.figures import draw
-from experiments.retraining import FIRST_ORDER_AT, IN_ADAM, Budget, OutOfTimeError, Record, Setting, fill, run
+from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, run
 from torch import nn
 
 import jostle
@@ -63,7 +63,7 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     methods = record.content["measured"]["all"]["0.5"]["methods"]
     names = [name for name in methods if name.startswith("first order")]
     assert len(names) == 2 * len(FIRST_ORDER_AT) * 2 + 2 * (len(FIRST_ORDER_AT) + 1)
-    told = methods[f"{IN_ADAM}, covariance, read at κ = that of training 0.5"]
+    told = methods[f"{few.in_adam}, covariance, read at κ = that of training 0.5"]
     assert told["per_query"] > 0.6
     assert told["kappa"] not in FIRST_ORDER_AT
     assert all(methods[name]["per_query"] > 0.6 for name in names if name.endswith("read at κ = 10"))

@@ -103,6 +103,8 @@ class FirstOrder:
         seed: of the labels.
         metric: "isotropic", all weights alike, or "adam", each as far as Adam would move it: for what is trained again
             by Adam or AdamW.
+        rounded: round gradients to bfloat16 before they are multiplied, which on a GPU is many times as fast, and twice
+            as many fit the buffer. Three digits of every number of a gradient are more than its labels are known to.
         buffer_bytes: what the gradients held at once may take.
     """
 
@@ -118,6 +120,7 @@ class FirstOrder:
         labels: int = 4,
         seed: int = 0,
         metric: Metric = "isotropic",
+        rounded: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         if not isinstance(labels, int) or labels < 0:
@@ -138,7 +141,8 @@ class FirstOrder:
             held = _relabelled(in_place, loss, sets["train"], labels, seed)
             # Of all at once, so that where they fit the buffer each gradient is taken once.
             gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
-            found = torch.from_numpy(products(gradients, gradients, buffer_bytes)).to(in_place.device, torch.float64)
+            found = products(gradients, gradients, buffer_bytes, rounded=rounded)
+            found = torch.from_numpy(found).to(in_place.device, torch.float64)
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)

@@ -32,6 +32,10 @@ BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""
 
 
+SLICE = 1 << 16
+"""Weights over which products of rounded gradients are summed by one call: a GPU's matrix units cut off digits while
+they add, which over millions of weights would be seen."""
+
 TF32_TOLERANCE = 0.03
 """How far a gradient may differ from the same one by another kernel: of convolutions, a GPU rounds operands to TF32
 unless it is told otherwise. A gradient of something else differs by far more."""
@@ -108,12 +112,17 @@ class Gradients:
 
 
 def products(
-    left: Gradients, right: Gradients, buffer_bytes: int, *, unit: bool = False
+    left: Gradients, right: Gradients, buffer_bytes: int, *, unit: bool = False, rounded: bool = False
 ) -> Float[np.ndarray, "left right"]:
-    """Return the products of gradients of both sides, or of one with itself, in which each pair is taken once."""
+    """Return the products of gradients of both sides, or of one with itself, in which each pair is taken once.
+
+    Rounded, gradients of both sides are those in bfloat16, and their products in single precision: of one with itself
+    they stay products of some vectors, so that the matrix has no negative eigenvalue.
+    """
     first, _ = left.parts[0]
     moving, device = first.moving, first.device
-    block = max(1, int(buffer_bytes / (moving.total * moving.dtype.itemsize)) - first.at_once)
+    dtype = torch.bfloat16 if rounded else moving.dtype
+    block = max(1, int(buffer_bytes / (moving.total * dtype.itemsize)) - first.at_once)
 
     def passes(held: Gradients, passing: Gradients) -> int:
         return len(held) + -(-len(held) // block) * len(passing)
@@ -122,19 +131,31 @@ def products(
     held, passing = min(((right, left), (left, right)), key=lambda sides: passes(*sides))
     table = values if held is right else values.T  # of those that pass by those that are held
     # Made once and filled: put together from parts, they would take twice the buffer.
-    room = torch.empty(min(block, len(held)), moving.total, dtype=moving.dtype, device=device)
+    room = torch.empty(min(block, len(held)), moving.total, dtype=dtype, device=device)
     for start in range(0, len(held), block):
         stop = min(start + block, len(held))
         kept = room[: stop - start]
         for some, part in held(range(start, stop), unit):
             kept[some.start - start : some.stop - start] = part
         if left is right:
-            values[start:stop, start:stop] = (kept @ kept.T).float().cpu().numpy()
+            values[start:stop, start:stop] = _matrix(kept, kept).cpu().numpy()
         for rows, part in passing(range(stop if left is right else 0, len(passing)), unit):
-            table[rows.start : rows.stop, start:stop] = (part @ kept.T).float().cpu().numpy()
+            table[rows.start : rows.stop, start:stop] = _matrix(part.to(dtype), kept).cpu().numpy()
         if left is right:
             values[start:stop, stop:] = values[stop:, start:stop].T
     return values
+
+
+def _matrix(left: Float[Tensor, "left weight"], right: Float[Tensor, "right weight"]) -> Float[Tensor, "left right"]:
+    """Products of the rows of both, in single precision."""
+    if left.dtype != torch.bfloat16:
+        return (left @ right.T).float()
+    total = torch.zeros(len(left), len(right), device=left.device)
+    for start in range(0, left.shape[1], SLICE):
+        one, other = left[:, start : start + SLICE], right[:, start : start + SLICE].T
+        # Only a GPU can multiply in half precision and add in single.
+        total += torch.mm(one, other, out_dtype=torch.float32) if left.is_cuda else one.float() @ other.float()
+    return total
 
 
 def gradient_self_influence(
