@@ -130,7 +130,7 @@ def test_a_pair_is_deleted_together(centering: estimate.Centering, normalize: bo
             "centering": centering, "normalize": normalize, "standard_error": True, "batch_length": 5
         }  # fmt: skip
         found = estimate.covariance(trace, trace, mirrored=True, **options)
-        assert found.degrees_of_freedom == pairs * draws // 5 - 1
+        assert found.batches == pairs * draws // 5
         assert found.standard_error is not None
         values.append(found.values[0, 1])
         errors.append(found.standard_error[0, 1])

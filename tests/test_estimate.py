@@ -90,7 +90,30 @@ def test_jackknife_by_leaving_out_each_batch(centering: estimate.Centering, norm
     variance = sum((p - jackknife) ** 2 / (hj - 1) for hj, p in zip(h, pseudo, strict=True)) / g
     assert fast.standard_error is not None
     np.testing.assert_allclose(fast.standard_error, np.sqrt(variance), rtol=1e-7)
-    assert fast.degrees_of_freedom == g - 1
+    assert fast.batches == g
+
+
+def test_batches_with_heavy_tails_count_for_fewer() -> None:
+    """Squares of losses that are squares: by g − 1 degrees of freedom, 95 % intervals of their logarithm hold 92 %."""
+    generator = np.random.default_rng(0)
+    shares = {"by the tails": [], "g − 1": []}
+    for _ in range(40):
+        losses = generator.normal(size=(4, 100, 50)) + generator.normal(size=(4, 100, 50)) ** 2
+        found = estimate.covariance(losses, losses, standard_error=True)
+        assert found.standard_error is not None
+        assert found.degrees_of_freedom is not None
+        assert found.batches is not None
+        value, error = found.values.diagonal(), found.standard_error.diagonal()
+        distance = np.abs(np.log(value / 3)) * value / error  # the variances of a normal variable and of its square
+        for name, freedom in (("by the tails", found.degrees_of_freedom), ("g − 1", found.batches - 1)):
+            shares[name].append((distance < scipy.stats.t.ppf(0.975, freedom)).mean())
+    assert np.mean(shares["by the tails"]) == pytest.approx(0.95, abs=0.013)  # of 2,000: three times 0.0049 are 0.015
+    assert np.mean(shares["g − 1"]) < 0.93
+    # Where tails are those of a normal distribution, they are what they were: a mean of many draws has no others.
+    plain = generator.normal(size=(4, 4000, 50))
+    found = estimate.covariance(plain, plain, standard_error=True)
+    assert found.batches is not None
+    assert found.degrees_of_freedom == pytest.approx(found.batches - 1, rel=0.15)
 
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["covariance", "correlation"])

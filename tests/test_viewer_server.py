@@ -116,7 +116,7 @@ def test_errors_are_the_estimators(place: Path, client: TestClient) -> None:
     asked = {"run": 0, "set": "query", "sample": 0, "from": 2, "level": "token", "columns": "0,17,50"}
     told = client.get("/api/errors", params=asked).json()
     np.testing.assert_allclose(told["errors"], expected.standard_error[:, 0], rtol=1e-3)
-    assert told["degrees_of_freedom"] == expected.degrees_of_freedom
+    assert told["batches"] == expected.batches
     # The error of a whole query is that of run.influence, up to the length of a batch.
     asked = {"run": 0, "set": "query", "sample": 0, "level": "example", "columns": "3"}
     whole = client.get("/api/errors", params=asked).json()["errors"][0]

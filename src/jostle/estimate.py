@@ -70,7 +70,10 @@ class Estimate:
 
     values: Float[np.ndarray, "left right"]
     standard_error: Float[np.ndarray, "left right"] | None
-    degrees_of_freedom: int | None
+    degrees_of_freedom: float | None
+    """Of the standard error, for Student's t: fewer than batches, the more so the heavier their tails are."""
+    batches: int | None
+    """Of draws, that the standard error is from."""
     between_chain_share: float
     """The share of the left columns' variance that lies between chains; about 1/(effective draws of a chain) when they
     agree."""
@@ -97,7 +100,7 @@ def covariance(
 
     The standard error is a jackknife over batches of consecutive draws, each several autocorrelation times long,
     so that batches are nearly independent where draws are not; where a chain is shorter than that, a batch is a
-    whole chain and the error is the one between chains, with C − 1 degrees of freedom.
+    whole chain and the error is the one between chains, with at most C − 1 degrees of freedom.
 
     Args:
         left: (chain, draw, n).
@@ -135,11 +138,13 @@ def covariance(
     if device.type == "cuda":
         buffer_bytes = max(buffer_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     tile = _tile_widths(left, right, len(kept) * draws, errors=standard_error, buffer_bytes=buffer_bytes)
-    batches = None
+    batches, freedom = None, None
     if standard_error:
-        if batch_length is None:
-            batch_length = length_of_batch(*(spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right)))
-        batches = Batches(len(kept), draws, batch_length, centering, together=2 if mirrored else 1)
+        probed = [spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right)]
+        batches = Batches(
+            len(kept), draws, batch_length or length_of_batch(*probed), centering, together=2 if mirrored else 1
+        )
+        freedom = batches.degrees_of_freedom(*probed, normalize)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -153,8 +158,7 @@ def covariance(
             values_out[a, b] = tile_values
             if batches is not None and errors_out is not None:
                 errors_out[a, b] = batches.standard_error(A, B, tile_values, normalize)
-    freedom = batches.count - 1 if batches else None
-    return Estimate(values, errors, freedom, mean_share(shares))
+    return Estimate(values, errors, freedom, batches.count if batches else None, mean_share(shares))
 
 
 class Standardized:
@@ -285,7 +289,8 @@ class Batches:
             for chain in range(0, chains, together)
             for start, stop in itertools.pairwise(edges)
         ]
-        self._chains, self._draws, self._within = chains, draws, centering == "within"
+        self._chains, self._draws, self._centering = chains, draws, centering
+        self._within = centering == "within"
         self.count = len(self.slices)
         groups = chains if self._within else 1
         largest = together * max(stop - start for start, stop in itertools.pairwise(edges))
@@ -307,9 +312,48 @@ class Batches:
 
     def standard_error(self, A: Tensor, B: Tensor, estimate: Tensor, normalize: bool) -> Tensor:
         """Return the standard error of one tile; A and B are centred, (chain, draw, column)."""
-        N = self._chains * self._draws
         weighted_squares, weighted_sum, D = (torch.zeros_like(estimate) for _ in range(3))
         weights = 0.0
+        for h, d in self._deviations(A, B, estimate, normalize):
+            weight = 1 / (h - 1)
+            weights += weight
+            weighted_squares += weight * d.square()
+            weighted_sum += weight * d
+            D += d / h
+        variance = (weighted_squares - 2 * D * weighted_sum + weights * D.square()) / self.count
+        return variance.clamp(min=0).sqrt()
+
+    def degrees_of_freedom(
+        self,
+        left: Float[np.ndarray, "chain draw left"],
+        right: Float[np.ndarray, "chain draw right"],
+        normalize: bool,
+    ) -> float:
+        """2/(2/(g − 1) + κ/g), for g batches whose dⱼ have an excess kurtosis of κ.
+
+        A variance of g values with such tails varies as much as one of so many with a normal distribution's: products
+        of losses have heavy ones, and the few batches with the largest of them say most of an error. κ is the mean of
+        some pairs of columns: that of a single one is hardly known.
+        """
+        g = self.count
+        if g < FEWEST_BATCHES:
+            return g - 1
+        A, B = (around_mean(torch.from_numpy(side), self._centering)[0] for side in (left, right))
+        pairs = torch.arange(max(A.shape[2], B.shape[2]))
+        A, B = A[:, :, pairs % A.shape[2]], B[:, :, pairs % B.shape[2]]
+        estimate = _moment(A, B, self._chains * self._draws - (self._chains if self._within else 1), normalize)
+        d = torch.stack([d.diagonal().clone() for _, d in self._deviations(A, B, estimate, normalize)])
+        d -= d.mean(0)
+        second, fourth = d.square().mean(0), d.pow(4).mean(0)
+        moved = second > torch.finfo(d.dtype).eps * estimate.diagonal().square()
+        # Without the bias of few values.
+        excess = ((g + 1) * (fourth[moved] / second[moved].square() - 3) + 6) * (g - 1) / ((g - 2) * (g - 3))
+        heavy = float(excess.mean()) if len(excess) else 0.0
+        return 2 / (2 / (g - 1) + heavy / g) if heavy > 0 else float(g - 1)
+
+    def _deviations(self, A: Tensor, B: Tensor, estimate: Tensor, normalize: bool) -> Iterator[tuple[float, Tensor]]:
+        """Give hⱼ and dⱼ of every batch."""
+        N = self._chains * self._draws
         products = A.flatten(0, 1).T @ B.flatten(0, 1)
         squares_a, squares_b = A.square().sum((0, 1)), B.square().sum((0, 1))
         for chains, draws in self.slices:
@@ -328,14 +372,7 @@ class Batches:
                 groups = (self._chains - (len(a) if rest == 0 else 0)) if self._within else 1
                 without = without / (N - m - groups)
             h = N / m
-            d = (h - 1) * (estimate - without)
-            weight = 1 / (h - 1)
-            weights += weight
-            weighted_squares += weight * d.square()
-            weighted_sum += weight * d
-            D += d / h
-        variance = (weighted_squares - 2 * D * weighted_sum + weights * D.square()) / self.count
-        return variance.clamp(min=0).sqrt()
+            yield h, (h - 1) * (estimate - without)
 
 
 def length_of_batch(
@@ -524,4 +561,4 @@ def covariance_from_sums(
     values[:, _still(sums, "right")] = 0
     shares = 1 - sums["within_left_squares"] / sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
     shares[_still(sums, "left")] = torch.nan
-    return Estimate(values.numpy(), None, None, mean_share(shares.numpy()))
+    return Estimate(values.numpy(), None, None, None, mean_share(shares.numpy()))

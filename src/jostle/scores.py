@@ -85,7 +85,7 @@ class Scores:
     normalized: bool = False
     scale: float | None = None
     standard_error: Float[np.ndarray, "train query"] | None = None
-    degrees_of_freedom: int | None = None
+    degrees_of_freedom: float | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

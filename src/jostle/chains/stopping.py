@@ -82,7 +82,7 @@ def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
             standard_error=True,
             mirrored=config.antithetic,
         )
-    if estimate.degrees_of_freedom is None or estimate.degrees_of_freedom + 1 < FEWEST_BATCHES:
+    if estimate.batches is None or estimate.batches < FEWEST_BATCHES:
         return None
     assert estimate.standard_error is not None
     # An example that is the query itself is the strongest, and sure from the first draws.

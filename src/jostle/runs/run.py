@@ -416,15 +416,16 @@ class Run:
             estimate = covariance(Conditioned(left, moves, kappa), Conditioned(right, moves, kappa), **options)
             if centering == "within" and not options["normalize"]:  # mapped, they are one chain of all draws
                 estimate.values[:] *= (moves.draws - 1) / (moves.draws - len(chains))
-            errors, freedom = None, None
+            errors, batches = None, None
             if wants_error:
-                errors, freedom = jackknife_error(
+                errors, batches = jackknife_error(
                     moves, left, right, chains, kappa, mirrored=self.antithetic, **options
                 )
             return replace(
                 estimate,
                 standard_error=errors,
-                degrees_of_freedom=freedom,
+                degrees_of_freedom=None if batches is None else float(batches - 1),
+                batches=batches,
                 between_chain_share=moves.between_chain_share,
             )
         if part is None:

@@ -123,8 +123,8 @@ class Answers:
         columns = _numbers(parameters, "columns")
         found = reading.errors(name, sample, _span(parameters), columns, tokens=level == "token")
         if found is None:
-            return {"errors": None, "degrees_of_freedom": None}
-        return {"errors": finite(found[0].tolist()), "degrees_of_freedom": found[1]}
+            return {"errors": None, "batches": None}
+        return {"errors": finite(found[0].tolist()), "batches": found[1]}
 
     def health(self, parameters: Parameters) -> Answer:
         """The diagnostics and their curves; of the draws so far, and how many are to come, while sampling."""

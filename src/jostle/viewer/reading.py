@@ -317,7 +317,7 @@ class Reading:
     def errors(
         self, name: str, sample: int, span: tuple[int, int] | None, columns: Sequence[int], *, tokens: bool
     ) -> tuple[Float[np.ndarray, " column"], int] | None:
-        """The Monte Carlo errors of some of these correlations, and their degrees of freedom.
+        """The Monte Carlo errors of some of these correlations, and of how many batches of draws they are.
 
         None without traces, and where the training losses are held, which mixes draws.
         """
@@ -331,7 +331,7 @@ class Reading:
         series = self.series(name, sample, span)[:, :, None]
         block = self.table(other, tokens=tokens).centered(list(columns))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", EstimateWarning)  # the degrees of freedom stand beside the number
+            warnings.simplefilter("ignore", EstimateWarning)  # the number of batches stands beside them
             try:
                 found = covariance(
                     block,
@@ -345,8 +345,8 @@ class Reading:
             except InputError:  # too few draws to leave a batch of them out
                 return None
         assert found.standard_error is not None
-        assert found.degrees_of_freedom is not None
-        return found.standard_error[:, 0], found.degrees_of_freedom
+        assert found.batches is not None
+        return found.standard_error[:, 0], found.batches
 
     def remember(self, name: str, compute: Callable[[], Any]) -> Any:
         """Compute something once for this moment of the run, whoever asks first."""

@@ -137,7 +137,7 @@ def _add_blocks(
     tokens = [column for index in shown for column in range(*columns.of(index).indices(columns.total))]
     for query in chosen:
         positions = of_query.positions_of(query) if reading.per_token else []
-        rows, errors, freedom = [], [], None
+        rows, errors, batches = [], [], None
         for position in (None, *positions):
             span = None if position is None else (position, position)
             by_example, by_token = reading.correlations("query", query, span)
@@ -149,14 +149,14 @@ def _add_blocks(
             known = [one for one in error if one is not None]
             if len(known) == len(error):
                 errors.append(np.concatenate([one[0] for one in known]))
-                freedom = known[0][1]
+                batches = known[0][1]
         own = None
         if positions:
             series = reading.table("query", tokens=True).centered(of_query.of(query))
             flat = series.reshape(-1, series.shape[2])
             own = flat.T @ flat / max(len(flat) - 1, 1)
         block = _block(rows, errors if len(errors) == len(rows) else None, own, positions, len(shown))
-        data["blocks"][f"{number} {query}"] = block | {"degrees_of_freedom": freedom}
+        data["blocks"][f"{number} {query}"] = block | {"batches": batches}
 
 
 def _block(
@@ -173,7 +173,7 @@ def _block(
         "rows": _text(np.concatenate(rows).astype("<f4").tobytes()),
         "errors": None if errors is None else _text(np.concatenate(errors).astype("<f4").tobytes()),
         "own": None if own is None else _text(own.astype("<f4").tobytes()),
-        "degrees_of_freedom": None,
+        "batches": None,
     }
 
 

@@ -80,7 +80,7 @@ export class LocalAnswers {
   }
 
   errors(parameters) {
-    const none = { errors: null, degrees_of_freedom: null };
+    const none = { errors: null, batches: null };
     if (parameters.set === "train") return none;
     const block = this.block(parameters.run, parameters.sample);
     const inside = parameters.from === undefined ? [-1] : this.inside(block, parameters);
@@ -88,7 +88,7 @@ export class LocalAnswers {
     const row = this.row(block, block.deviations, inside[0] + 1);
     const first = parameters.level === "token" ? block.examples : 0;
     const errors = parameters.columns.split(",").map((column) => row[first + Number(column)]);
-    return { errors, degrees_of_freedom: block.degrees_of_freedom };
+    return { errors, batches: block.batches };
   }
 
   pixels({ run, set, indices }) {

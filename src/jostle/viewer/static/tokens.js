@@ -398,7 +398,7 @@ export class TokensView {
     if (changed()) return;
     const answer = await this.errors("token", [token.column]).catch(() => null);
     if (changed() || !answer?.errors) return;
-    const batches = `error from ${answer.degrees_of_freedom + 1} batches of draws`;
+    const batches = `error from ${answer.batches} batches of draws`;
     say(` ± ${answer.errors[0].toFixed(4)}`, element("br"), batches);
   }
 
