@@ -96,7 +96,7 @@ def test_jackknife_by_leaving_out_each_batch(centering: estimate.Centering, norm
 def test_batches_with_heavy_tails_count_for_fewer() -> None:
     """Squares of losses that are squares: by g − 1 degrees of freedom, 95 % intervals of their logarithm hold 92 %."""
     generator = np.random.default_rng(0)
-    shares = {"by the tails": [], "g − 1": []}
+    shares: dict[str, list[float]] = {"by the tails": [], "g − 1": []}
     for _ in range(40):
         losses = generator.normal(size=(4, 100, 50)) + generator.normal(size=(4, 100, 50)) ** 2
         found = estimate.covariance(losses, losses, standard_error=True)

@@ -140,11 +140,10 @@ def covariance(
     tile = _tile_widths(left, right, len(kept) * draws, errors=standard_error, buffer_bytes=buffer_bytes)
     batches, freedom = None, None
     if standard_error:
-        probed = [spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right)]
-        batches = Batches(
-            len(kept), draws, batch_length or length_of_batch(*probed), centering, together=2 if mirrored else 1
-        )
-        freedom = batches.degrees_of_freedom(*probed, normalize)
+        some_left, some_right = (spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right))
+        length = batch_length or length_of_batch(some_left, some_right)
+        batches = Batches(len(kept), draws, length, centering, together=2 if mirrored else 1)
+        freedom = batches.degrees_of_freedom(some_left, some_right, normalize)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -289,7 +288,8 @@ class Batches:
             for chain in range(0, chains, together)
             for start, stop in itertools.pairwise(edges)
         ]
-        self._chains, self._draws, self._centering = chains, draws, centering
+        self._chains, self._draws = chains, draws
+        self._centering: Centering = centering
         self._within = centering == "within"
         self.count = len(self.slices)
         groups = chains if self._within else 1

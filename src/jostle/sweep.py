@@ -195,6 +195,11 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     # A title is not wrapped by itself, and a narrow picture would cut it off.
     words = f"mean training loss along the chains, and {of} ({title})"
     figure.suptitle(textwrap.fill(words, int(10 * figure.get_figwidth())), fontsize=12)
+    legend = (
+        "a cell's colour is its number, from 0 (violet) to 1 (yellow); bold: the best of those that can be trusted; dotted: "
+        "the loss at w*; hatched: no number"
+    )
+    figure.supxlabel(textwrap.fill(legend, int(14 * figure.get_figwidth())), fontsize=8, color=plots.GREY)
     best = max(cells, key=rank)
     for cell in cells:
         row, column = rows.index(cell.settings["localization"]), columns.index(cell.settings["n_beta"])

@@ -165,7 +165,7 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         error = "" if heat["standard_error"] is None else f" ± {heat['standard_error']:.1g}"
         yield "temperature", f"{heat['value']:.3g}{error}, where 1 is that of the target"
     if found.get("effective_draws") is not None:
-        number = f"{found['effective_draws']:.0f}, which 3 in 4 losses have"
+        number = f"{found['effective_draws']:.0f} for scores (3 in 4 have as many)"
         yield "effective draws", f"{number}; {found['autocorrelation_time']:.1f} draws for each"
     for name, title in (
         ("losses", "losses"),

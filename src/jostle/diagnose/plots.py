@@ -58,12 +58,13 @@ def draw(found: Mapping[str, Any], sample: Sample, config: Mapping[str, Any], pa
     panels = [figure.add_subplot(grid[1, column]) for column in range(3)]
     if len(sample.chains) and sample.train.shape[1] >= FEWEST_DRAWS:
         _autocorrelation(panels[0], sample, config, found)
-        _effective(panels[1], sample)
+        _effective(panels[1], sample, found)
         _halves(panels[2], sample, found)
     else:
         for axes in panels:
             axes.set_axis_off()
-        panels[1].text(0.5, 0.5, "too few draws to show more", ha="center", va="center", color=GREY)
+        reason = "too few draws to show more" if len(sample.chains) else "no chain is left of which to show more"
+        panels[1].text(0.5, 0.5, reason, ha="center", va="center", color=GREY)
     figure.savefig(path, dpi=120)
 
 
@@ -77,7 +78,8 @@ def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mappin
     steps = config["burn_in"] + config["thin"] * np.arange(config["draws"])
     failed = {failure["chain"]: failure for failure in found["failed_chains"]}
     picked = np.unique(np.linspace(0, len(sample.mean_loss) - 1, SHOWN_CHAINS).astype(int))
-    shown = sorted({*picked.tolist(), *failed, *found.get("runaway", {}).get("chains", [])})
+    marked = [*failed][:SHOWN_CHAINS] + found.get("runaway", {}).get("chains", [])[:SHOWN_CHAINS]
+    shown = sorted({*picked.tolist(), *marked})
     for row, chain in enumerate(shown):
         lost = chain in failed
         finite = np.abs(sample.mean_loss[chain]) < LARGEST
@@ -95,6 +97,9 @@ def _losses(axes: Axes, sample: Sample, config: Mapping[str, Any], found: Mappin
     # A chain that explodes would press everything else flat.
     if values.size and above.max() > 100 * max(np.median(np.abs(above)), 1e-12) and values.min() > 0:
         axes.set_yscale("log")
+    if not values.size:
+        axes.set(xlim=(0, steps[-1]), yticks=[sample.center_loss])
+        axes.text(0.5, 0.6, "no chain lived to its first draw", ha="center", color=GREY, transform=axes.transAxes)
     more = len(sample.mean_loss) - len(shown)
     axes.set_title(
         "mean training loss along the chains" + (f" ({len(shown)} of {len(sample.mean_loss)} shown)" if more else "")
@@ -136,7 +141,7 @@ def _autocorrelation(axes: Axes, sample: Sample, config: Mapping[str, Any], foun
     _plain(axes)
 
 
-def _effective(axes: Axes, sample: Sample) -> None:
+def _effective(axes: Axes, sample: Sample, found: Mapping[str, Any]) -> None:
     series = moving(sample.train)
     if not series.size:
         return
@@ -144,7 +149,12 @@ def _effective(axes: Axes, sample: Sample) -> None:
     sizes = np.minimum(effective_sizes(series, "bulk"), 1.2 * total)
     axes.hist(sizes, bins=30, range=(0, 1.2 * total), color=BLUE, edgecolor="white", linewidth=0.5)
     axes.axvline(total, color="black", linestyle=":", linewidth=1.5)
-    _title(axes, "effective draws by training example", f"median {np.median(sizes):.0f}; dotted: all {total} draws")
+    told = f"median {np.median(sizes):.0f}; dotted: all {total} draws"
+    whole = found["effective_draws"]
+    if whole is not None:  # it is of the products that scores average, too
+        axes.axvline(whole, color="black", linewidth=1.5)
+        told += f"\nline: {whole:.0f}, which 3 in 4 scores have"
+    _title(axes, "effective draws by training example", told)
     axes.set(xlabel="bulk ESS", ylabel="examples")
     _plain(axes)
 
