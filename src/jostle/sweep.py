@@ -196,8 +196,8 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     words = f"mean training loss along the chains, and {of} ({title})"
     figure.suptitle(textwrap.fill(words, int(10 * figure.get_figwidth())), fontsize=12)
     legend = (
-        "a cell's colour is its number, from 0 (violet) to 1 (yellow); bold: the best of those that can be trusted; dotted: "
-        "the loss at w*; hatched: no number"
+        "a cell's colour is its number, from 0 (violet) to 1 (yellow); bold: the best of those that can be trusted; "
+        "dotted: the loss at w*; hatched: no number"
     )
     figure.supxlabel(textwrap.fill(legend, int(14 * figure.get_figwidth())), fontsize=8, color=plots.GREY)
     best = max(cells, key=rank)
