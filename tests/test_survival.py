@@ -558,7 +558,7 @@ def task(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:build"
 
 
-def test_the_plan_is_what_the_run_takes(task: str, tmp_path: Path) -> None:
+def test_the_plan_is_what_the_run_takes(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["run", tmp_path / "run", "--task", task, *SMALL]
     result = jostle_command(*command, "--dry-run")
     assert result.exit_code == 0, result.stderr
@@ -568,6 +568,13 @@ def test_the_plan_is_what_the_run_takes(task: str, tmp_path: Path) -> None:
     assert "960 bytes for traces, 32 bytes for the state" in result.stdout
     assert "64 bytes when asked for" in result.stdout
     assert "23 steps of" in result.stdout
+    assert "for less time" not in result.stdout
+    # A step and an observation of minutes each: of a long run, what takes longest is named.
+    for thin, longest in (("9", "most of it are steps"), ("1", "most of it are observations")):
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "probe", lambda dynamics, at_once: (None, 240.0, 200.0))
+            told = jostle_command(*command, "--thin", thin, "--burn-in", "0", "--dry-run").stdout
+        assert longest in told
     assert jostle_command(*command).exit_code == 0
     arrays = jostle.load(tmp_path / "run").traces
     assert sum(arrays.losses(name)[:].nbytes for name in arrays.sets) == 960

@@ -22,6 +22,9 @@ from jostle.runs.preparing import Prepared
 THIN_WHERE_UNKNOWN = 10
 """For a time where a pilot will choose the steps between draws."""
 
+LONG = 3600.0
+"""Seconds from which on a plan says what would take less."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -98,7 +101,7 @@ class Plan:
         most = "at most " if self.at_least_draws < self.draws else ""
         where = f" in {self.elsewhere}" if self.elsewhere else ""
         free = "" if self.memory_free is None else f", {_size(self.memory_free)} free"
-        return [
+        lines = [
             f"weights that move   {self.moving_weights:,} of a model of {_size(self.model_bytes)}{spread}",
             f"chains              {self.chains}, {self.chains_at_once} at once{each}, {most}{self.draws} draws of each",
             f"memory for chains   {_size(self.chain_bytes)}{free}",
@@ -108,6 +111,13 @@ class Plan:
             f"time                {most}about {duration(seconds)}: {steps:,} steps of {duration(step_seconds)} and "
             f"{self.draws:,} observations of {duration(observation_seconds)}{repeated}{chosen}",
         ]
+        if seconds > LONG:
+            if steps * step_seconds > self.draws * observation_seconds:
+                less = "most of it are steps: --sampler gaussian takes none, a smaller --batch-size has shorter ones"
+            else:
+                less = "most of it are observations: fewer or shorter texts (--max-length) have shorter ones"
+            lines.append(f"for less time       {less}; or fewer --draws; --minutes stops in time and keeps what there is")
+        return lines
 
 
 def make_plan(
