@@ -213,7 +213,8 @@ class Setting:
         """The same in the metric of Adam, also at the κ that each bank's training says."""
         limit = self._limit(weights, metric="adam")
         at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
-        at |= {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in self.adam.items()}
+        told = self.adam if self.labels else {}  # without labels there is no curvature to tell it by
+        at |= {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in told.items()}
         return {
             f"{self.in_adam}{label}, {kind}, read at κ = {name}": limit.influence(
                 kappa=kappa, normalize=kind == "correlation"

@@ -262,6 +262,71 @@ def test_export(place: Path, suffix: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
+def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) -> None:
+    from jostle.attributors import FirstOrder
+
+    file, training = tmp_path / "scores.safetensors", {"total_rate": 0.5, "weight_decay": 0.1, "batch_size": 4}
+    flags = [word for name, value in training.items() for word in (f"--{name.replace('_', '-')}", value)]
+    result = jostle_command(
+        "first-order",
+        file,
+        *sources(place),
+        "--metric",
+        "adam",
+        "--labels",
+        2,
+        "--seed",
+        3,
+        *flags,
+        "--show",
+        1,
+        "-k",
+        2,
+    )
+    assert result.exit_code == 0, result.stderr
+    task = language_model(
+        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
+    )
+    limit = FirstOrder(
+        task.model, task.train, task.query, loss=task.loss, weights="attention", labels=2, seed=3, metric="adam"
+    )
+    kappa = limit.kappa_of_training(**training)
+    expected, found = limit.influence(kappa=kappa), jostle.Scores.load(file)
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-3, atol=1e-5 * np.abs(expected.values).max())
+    assert found.provenance["kappa"] == pytest.approx(kappa, rel=1e-3)
+    assert found.provenance["seconds"] > 0
+    assert f"read at κ = {kappa:.4g}, as the training says" in result.stderr
+    # What is listed is of the query that was asked for, in the order of the scores.
+    listed = re.findall(r"^ *(\d+) +[-+0-9.e]+ ", result.stdout, re.MULTILINE)
+    ranking = expected.top(1, 2)
+    assert [int(word) for word in listed] == [entry.index for entry in (*ranking.helpful, *ranking.harmful)]
+    assert "query 1: <s>the capital of France is Paris" in result.stdout
+    # Rounded, they are others.
+    assert jostle_command("first-order", file, *sources(place), "--rounded", "-k", 0).exit_code == 0
+    rounded = jostle.Scores.load(file)
+    limit = FirstOrder(task.model, task.train, task.query, loss=task.loss, weights="attention", rounded=True)
+    np.testing.assert_allclose(rounded.values, limit.influence().values, rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a.npy", "file: got a.npy, expected the name of a file ending in .safetensors"),
+        ("a.safetensors --batch-size 3", "batch_size: got no --total-rate, expected --total-rate, which it is for"),
+        ("a.safetensors --kappa 3 --total-rate 1", "kappa: got --total-rate as well, expected one of the two"),
+        ("nowhere/a.safetensors", "file: got nowhere/a.safetensors, expected a folder that exists"),
+        ("a.safetensors --show 2", "query: got 2, expected an index below 2"),
+    ],
+)
+def test_first_order_refuses(
+    words: str, said: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = jostle_command("first-order", *words.split(), *sources(place), "--labels", 0)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
 def test_repeated_from_its_config(place: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((place / "run" / "config.yaml").read_text())
     assert config["source"]["model"] == str(place / "model")

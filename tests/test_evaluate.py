@@ -147,8 +147,11 @@ def test_the_standard_error_is_that_of_repeated_experiments(
     assert np.mean([difference.standard_error < 0.8 * one.standard_error for difference, one in pairs]) > 0.8
     nothing = found[0] - found[0]
     assert (nothing.value, nothing.standard_error) == (0, 0)
-    with pytest.raises(jostle.InputError, match="60 and 59 replicates"):
-        _ = found[0] - lds(bank, Scores(values=values, method="planted"), bootstrap=59)
+    last = Scores(values=values, method="planted")
+    others: list[Any] = [{"bootstrap": 59}, {"bootstrap": 60, "seed": 1}, {"bootstrap": 60, "per": "subset"}]
+    for other in [found[0], *(lds(bank, last, **options) for options in others)]:
+        with pytest.raises(jostle.InputError, match="what was not resampled alike"):
+            _ = found[-1] - other
 
 
 def test_subsets_may_have_different_numbers_of_seeds(tmp_path: Path) -> None:

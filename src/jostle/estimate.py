@@ -44,6 +44,9 @@ FEWEST_DRAWS = 10
 FEWEST_BATCHES = 8
 """With fewer batches than this, a standard error says so."""
 
+STRANGE = 0.05
+"""The share of pairs at either end of the order that say nothing of others' tails: a loss that jumped once."""
+
 ENOUGH_BATCHES = 120
 """More say hardly more about an error, and longer ones depend on each other less."""
 
@@ -71,7 +74,8 @@ class Estimate:
     values: Float[np.ndarray, "left right"]
     standard_error: Float[np.ndarray, "left right"] | None
     degrees_of_freedom: float | None
-    """Of the standard error, for Student's t: fewer than batches, the more so the heavier their tails are."""
+    """Of the standard error, for Student's t: fewer than batches, the more so the heavier their tails are; read at a κ,
+    one less."""
     batches: int | None
     """Of draws, that the standard error is from."""
     between_chain_share: float
@@ -141,9 +145,11 @@ def covariance(
     batches, freedom = None, None
     if standard_error:
         some_left, some_right = (spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right))
-        length = batch_length or length_of_batch(some_left, some_right)
+        length = length_of_batch(some_left, some_right) if batch_length is None else batch_length
         batches = Batches(len(kept), draws, length, centering, together=2 if mirrored else 1)
-        freedom = batches.degrees_of_freedom(some_left, some_right, normalize)
+        freedom = batches.degrees_of_freedom(
+            some_left.astype(left.dtype), some_right.astype(right.dtype), normalize=normalize
+        )
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -327,29 +333,40 @@ class Batches:
         self,
         left: Float[np.ndarray, "chain draw left"],
         right: Float[np.ndarray, "chain draw right"],
+        *,
         normalize: bool,
     ) -> float:
-        """2/(2/(g − 1) + κ/g), for g batches whose dⱼ have an excess kurtosis of κ.
+        """2/(2/(g − 1) + e/g), for g batches whose dⱼ have an excess kurtosis of e.
 
         A variance of g values with such tails varies as much as one of so many with a normal distribution's: products
-        of losses have heavy ones, and the few batches with the largest of them say most of an error. κ is the mean of
-        some pairs of columns: that of a single one is hardly known.
+        of losses have heavy ones, and the few batches with the largest of them say most of an error. e is the mean of
+        many pairs of columns, but for the strangest of them: that of a single pair is hardly known. Where both sides
+        are the same these are variances, whose tails are the heaviest, or with ``normalize`` neighbours.
         """
         g = self.count
         if g < FEWEST_BATCHES:
             return g - 1
-        A, B = (around_mean(torch.from_numpy(side), self._centering)[0] for side in (left, right))
+        A, B = (around_mean(torch.from_numpy(side), self._centering)[0].double() for side in (left, right))
         pairs = torch.arange(max(A.shape[2], B.shape[2]))
         A, B = A[:, :, pairs % A.shape[2]], B[:, :, pairs % B.shape[2]]
+        for shift in (0, 1):
+            excess = self._excess_kurtosis(A, B.roll(shift, 2), normalize)
+            if len(excess):
+                break
+        cut = int(STRANGE * len(excess))
+        heavy = float(np.sort(excess)[cut : len(excess) - cut].mean()) if len(excess) else 0.0
+        return 2 / (2 / (g - 1) + heavy / g) if heavy > 0 else float(g - 1)
+
+    def _excess_kurtosis(self, A: Tensor, B: Tensor, normalize: bool) -> Float[np.ndarray, " pair"]:
+        """Of the dⱼ of column i of both, without the bias of few batches; of pairs in which there is any."""
+        g = self.count
         estimate = _moment(A, B, self._chains * self._draws - (self._chains if self._within else 1), normalize)
         d = torch.stack([d.diagonal().clone() for _, d in self._deviations(A, B, estimate, normalize)])
         d -= d.mean(0)
         second, fourth = d.square().mean(0), d.pow(4).mean(0)
-        moved = second > torch.finfo(d.dtype).eps * estimate.diagonal().square()
-        # Without the bias of few values.
-        excess = ((g + 1) * (fourth[moved] / second[moved].square() - 3) + 6) * (g - 1) / ((g - 2) * (g - 3))
-        heavy = float(excess.mean()) if len(excess) else 0.0
-        return 2 / (2 / (g - 1) + heavy / g) if heavy > 0 else float(g - 1)
+        some = second > torch.finfo(d.dtype).eps * estimate.diagonal().square()
+        plain = (fourth[some] / second[some].square() - 3).numpy()
+        return ((g + 1) * plain + 6) * (g - 1) / ((g - 2) * (g - 3))
 
     def _deviations(self, A: Tensor, B: Tensor, estimate: Tensor, normalize: bool) -> Iterator[tuple[float, Tensor]]:
         """Give hⱼ and dⱼ of every batch."""

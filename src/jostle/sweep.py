@@ -196,7 +196,7 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
     words = f"mean training loss along the chains, and {of} ({title})"
     figure.suptitle(textwrap.fill(words, int(10 * figure.get_figwidth())), fontsize=12)
     legend = (
-        "a cell's colour is its number, from 0 (violet) to 1 (yellow); bold: the best of those that can be trusted; "
+        "a cell's colour is its number, from 0 (violet) to 1 (yellow); bold: the best, if it can be trusted; "
         "dotted: the loss at w*; hatched: no number"
     )
     figure.supxlabel(textwrap.fill(legend, int(14 * figure.get_figwidth())), fontsize=8, color=plots.GREY)
@@ -208,7 +208,7 @@ def _draw(cells: Sequence[Cell], path: Path, title: str, of: str) -> None:
         if _sound(cell):
             assert cell.value is not None
             axes.set_facecolor((*colormaps["viridis"](max(0.0, min(1.0, cell.value)))[:3], 0.30))
-            weight = "bold" if cell is best else "normal"
+            weight = "bold" if cell is best and cell.verdict != "unreliable" else "normal"
             doubt = "" if cell.verdict == "good" else f" {cell.verdict}"
             axes.set_title(f"{cell.value:.2f}{doubt}", fontsize=10 if doubt else 12, fontweight=weight, pad=3)
         else:

@@ -40,6 +40,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
+from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
@@ -106,6 +107,7 @@ class FirstOrder:
         rounded: round gradients to bfloat16 before they are multiplied, which on a GPU is many times as fast, and twice
             as many fit the buffer. Three digits of every number of a gradient are more than its labels are known to.
         buffer_bytes: what the gradients held at once may take.
+        progress: show how many gradients were taken.
     """
 
     def __init__(
@@ -122,13 +124,14 @@ class FirstOrder:
         metric: Metric = "isotropic",
         rounded: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
+        progress: bool = False,
     ) -> None:
         if not isinstance(labels, int) or labels < 0:
             raise InputError("labels", got=labels, expected="a whole number, 0 or more")
         if metric not in get_args(Metric):
             raise InputError("metric", got=repr(metric), expected=" or ".join(map(repr, get_args(Metric))))
         loss, moving = loss or classification_loss(), MovingWeights(model, weights)
-        with eval_mode(model), InPlace(model, moving) as in_place:
+        with eval_mode(model), InPlace(model, moving) as in_place, telling(progress) as tell:
             sets = {
                 name: Data(source, name, collate=collate, device=in_place.device)
                 for name, source in (("train", train), ("query", query))
@@ -137,17 +140,19 @@ class FirstOrder:
                 check_unchanged(in_place, loss, data)
             each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
             if metric == "adam":
+                tell("the mean square of every weight's gradient")
                 each.scale = _adam(each, sets["train"])
+            tell("drawing labels")
             held = _relabelled(in_place, loss, sets["train"], labels, seed)
             # Of all at once, so that where they fit the buffer each gradient is taken once.
             gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
-            found = products(gradients, gradients, buffer_bytes, rounded=rounded)
+            found = products(gradients, gradients, buffer_bytes, rounded=rounded, tell=tell)
             found = torch.from_numpy(found).to(in_place.device, torch.float64)
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
         self._count = count
-        self._about = {"labels": len(held), "seed": seed, "metric": metric}
+        self._about = {"labels": len(held), "seed": seed, "metric": metric, "rounded": rounded}
         asked = slice(count, count + len(sets["query"]))
         holding = slice(asked.stop, None) if held else slice(0, count)
         weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,17 +113,26 @@ class Gradients:
 
 
 def products(
-    left: Gradients, right: Gradients, buffer_bytes: int, *, unit: bool = False, rounded: bool = False
+    left: Gradients,
+    right: Gradients,
+    buffer_bytes: int,
+    *,
+    unit: bool = False,
+    rounded: bool = False,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Float[np.ndarray, "left right"]:
     """Return the products of gradients of both sides, or of one with itself, in which each pair is taken once.
 
     Rounded, gradients of both sides are those in bfloat16, and their products in single precision: of one with itself
-    they stay products of some vectors, so that the matrix has no negative eigenvalue.
+    they stay products of some vectors, whose matrix has no negative eigenvalue beyond rounding of sums.
+    ``tell`` hears how far it is.
     """
     first, _ = left.parts[0]
     moving, device = first.moving, first.device
     dtype = torch.bfloat16 if rounded else moving.dtype
-    block = max(1, int(buffer_bytes / (moving.total * dtype.itemsize)) - first.at_once)
+    # Beside those that are held there are some in the making, and rounded, some of these twice.
+    making = first.at_once * (moving.dtype.itemsize + (dtype.itemsize if rounded else 0)) * moving.total
+    block = max(1, int((buffer_bytes - making) / (moving.total * dtype.itemsize)))
 
     def passes(held: Gradients, passing: Gradients) -> int:
         return len(held) + -(-len(held) // block) * len(passing)
@@ -132,15 +142,21 @@ def products(
     table = values if held is right else values.T  # of those that pass by those that are held
     # Made once and filled: put together from parts, they would take twice the buffer.
     room = torch.empty(min(block, len(held)), moving.total, dtype=dtype, device=device)
-    for start in range(0, len(held), block):
+    starts = range(0, len(held), block)
+    taken, total = 0, sum(len(held) - start for start in starts) if left is right else passes(held, passing)
+    for start in starts:
         stop = min(start + block, len(held))
         kept = room[: stop - start]
         for some, part in held(range(start, stop), unit):
             kept[some.start - start : some.stop - start] = part
+            taken += len(some)
+            tell(f"{taken:,} of {total:,} gradients")
         if left is right:
             values[start:stop, start:stop] = _matrix(kept, kept).cpu().numpy()
         for rows, part in passing(range(stop if left is right else 0, len(passing)), unit):
             table[rows.start : rows.stop, start:stop] = _matrix(part.to(dtype), kept).cpu().numpy()
+            taken += len(rows)
+            tell(f"{taken:,} of {total:,} gradients")
         if left is right:
             values[start:stop, stop:] = values[stop:, start:stop].T
     return values
@@ -251,7 +267,10 @@ class PerExample:
             return plain.sample_losses(self._loss, flat, batch)[0]
 
         singles = map_tensors(data.batch(chosen), lambda tensor: tensor[:, None])
-        return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
+        with warnings.catch_warnings():
+            # Of what torch takes one by one within, which is still far quicker than all of it so.
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ with the sign as stored. Constants and the positive factor do not matter to a ra
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,24 +43,26 @@ class Measured:
         standard_error: over resampled queries, subsets and seeds.
         each: what it is the mean of, where it is one: a correlation for each query, or for each subset.
         replicates: its value for each time that they were resampled.
+        resampled: of what, and how; None where there is nothing to compare.
     """
 
     value: float
     standard_error: float
     each: Float[np.ndarray, " one"] = field(default_factory=lambda: np.empty(0), repr=False)
     replicates: Float[np.ndarray, " resample"] = field(default_factory=lambda: np.empty(0), repr=False)
+    resampled: tuple[Any, ...] | None = field(default=None, repr=False)
 
     def __sub__(self, other: Measured) -> Measured:
         """How much larger this is, of two methods on one bank with one seed of the bootstrap.
 
-        Its error is that of the difference, which is smaller than either's: queries, subsets and seeds that are good
-        to one method are good to the other.
+        Its error is that of the difference. For methods that are alike it is smaller than either's: queries, subsets
+        and seeds that are good to one are good to the other.
         """
-        if len(self.replicates) < 2 or self.replicates.shape != other.replicates.shape:
-            got = f"{len(self.replicates)} and {len(other.replicates)} replicates"
-            raise InputError("a difference", got=got, expected="two of lds() on one bank, resampled alike")
+        if self.resampled is None or self.resampled != other.resampled:
+            expected = "two of lds() with the same bank, per, correlation, bootstrap and seed"
+            raise InputError("a difference", got="what was not resampled alike", expected=expected)
         replicates = self.replicates - other.replicates
-        return Measured(self.value - other.value, _spread(replicates), replicates=replicates)
+        return Measured(self.value - other.value, _spread(replicates), replicates=replicates, resampled=self.resampled)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -195,7 +198,8 @@ def _lds(
         # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
         columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
         replicates.append((correlations(guessed, real, columns) * rows).sum() / rows.sum())
-    return Measured(float(each.mean()), _spread(replicates), each, np.array(replicates))
+    alike = (per, correlation, bootstrap, seed, losses.shape, zlib.crc32(losses.tobytes()))
+    return Measured(float(each.mean()), _spread(replicates), each, np.array(replicates), alike)
 
 
 def correlations(

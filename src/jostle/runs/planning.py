@@ -115,8 +115,10 @@ class Plan:
             if steps * step_seconds > self.draws * observation_seconds:
                 less = "most of it are steps: --sampler gaussian takes none, a smaller --batch-size has shorter ones"
             else:
-                less = "most of it are observations: fewer or shorter texts (--max-length) have shorter ones"
-            lines.append(f"for less time       {less}; or fewer --draws; --minutes stops in time and keeps what there is")
+                less = "most of it are observations: fewer or shorter examples have shorter ones"
+            lines.append(
+                f"for less time       {less}; or fewer --draws; --minutes stops in time and keeps what there is"
+            )
         return lines
 
 

@@ -1,0 +1,112 @@
+"""`jostle first-order`."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from jostle.cli.sampling import run
+from jostle.cli.shell import app, examples, only_given, say, with_flags_of
+from jostle.errors import InputError, require_folder
+
+_TAKEN = ("model", "train", "query", "task", "weights", "max_length", "device")
+"""What it takes of the flags of a run: it has no draws."""
+
+_TRAINING = "With --total-rate: "
+
+
+@app.command(
+    "first-order",
+    epilog=examples(
+        (
+            "jostle first-order a.safetensors --model ./model --train t.jsonl --query q.jsonl",
+            "scores, and what shaped the first query",
+        ),
+        (
+            "jostle first-order a.safetensors ... --metric adam --weights all --total-rate 0.02",
+            "for what AdamW would train",
+        ),
+        ("jostle evaluate banks/a a.safetensors", "whether they predict retraining"),
+    ),
+)
+@with_flags_of(run, without=tuple(name for name in inspect.signature(run).parameters if name not in _TAKEN))
+def first_order(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where scores go; ending in .safetensors.", show_default=False)
+    ],
+    metric: Annotated[
+        Literal["isotropic", "adam"],
+        typer.Option(metavar="NAME", help="isotropic: all weights alike; adam: each as far as Adam moves it."),
+    ] = "isotropic",
+    labels: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Drawn from the model for every example or token, and held.")
+    ] = 4,
+    kappa: Annotated[
+        float | None,
+        typer.Option(metavar="κ", help="How far they are held. Default: 100, or with --total-rate, as training says."),
+    ] = None,
+    total_rate: Annotated[
+        float | None, typer.Option(metavar="τ", help="The learning rates of all steps of a training, summed.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(metavar="W", help=f"{_TRAINING}the weight decay. Default: 0.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="M", min=1, help=f"{_TRAINING}examples in a step. Default: 1.")
+    ] = None,
+    correlation: Annotated[
+        bool, typer.Option("--correlation/--covariance", help="Which of the two scores are.", show_default=True)
+    ] = False,
+    rounded: Annotated[
+        bool | None,
+        typer.Option("--rounded/--exact", help="Gradients in bfloat16 or as they are. Default: rounded on a GPU."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the labels.")] = 0,
+    show: Annotated[int, typer.Option(metavar="I", min=0, help="The query of which to list the strongest.")] = 0,
+    k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=0, help="How many of each to list.")] = 5,
+    **flags: Any,
+) -> None:
+    """Score without a draw: the influence that draws near the checkpoint tend to, from gradients.
+
+    Each training example is scored on each query in closed form, with labels that the model would give held.
+    It takes a gradient of every example and of each label. On language models it predicts retraining
+    better than draws do, most so with [bold]--weights all[/]; but it knows no tokens, as [bold]jostle run[/] does.
+    """
+    from rich.console import Console
+
+    from jostle.asking import requests
+    from jostle.attributors import FirstOrder
+    from jostle.cli.terminal import print_ranking
+
+    if file.suffix != ".safetensors":
+        raise InputError("file", got=str(file), expected="the name of a file ending in .safetensors")
+    for name, value in (("weight_decay", weight_decay), ("batch_size", batch_size)):
+        if value is not None and total_rate is None:
+            raise InputError(name, got="no --total-rate", expected="--total-rate, which it is for")
+    if kappa is not None and total_rate is not None:
+        raise InputError("kappa", got="--total-rate as well", expected="one of the two")
+    require_folder("file", file)
+    started = time.perf_counter()
+    request = requests.resolve(only_given(flags))
+    task = requests.task_of(request)
+    weights = request.get("weights", task.default_weights)
+    device = next(task.model.parameters()).device
+    limit = FirstOrder(
+        task.model, task.train, task.query, loss=task.loss, weights=weights, collate=task.options.get("collate"),
+        labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
+        progress=True,
+    )  # fmt: skip
+    if total_rate is not None:
+        kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size or 1)
+    scores = limit.influence(**only_given({"kappa": kappa}), normalize=correlation)
+    say(f"read at κ = {scores.provenance['kappa']:.4g}" + (", as the training says" if total_rate is not None else ""))
+    replace(scores, provenance={**scores.provenance, "seconds": time.perf_counter() - started}).save(file)
+    if k:
+        train, query = (task.examples.get(name, []) for name in ("train", "query"))
+        print_ranking(Console(highlight=False), scores.top(show, k), train, query, among=len(scores.values))
+    typer.echo(f"{file}: {' × '.join(map(str, scores.values.shape))} scores; jostle evaluate BANK {file}")
