@@ -241,6 +241,7 @@ def settings_of(
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels,
+            label_seeds=arguments.label_seeds,
         )  # fmt: skip
 
 

@@ -272,7 +272,8 @@ def setting_of(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
-        keep=arguments.keep, labels=arguments.labels, read_at=(10.0, 30.0, 100.0), adam=adam,
+        keep=arguments.keep, labels=arguments.labels,
+        label_seeds=arguments.label_seeds, read_at=(10.0, 30.0, 100.0), adam=adam,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -125,6 +126,7 @@ class Setting:
     adam: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Where models are trained by Adam or AdamW: how those of each bank are (`FirstOrder.kappa_of_training`)."""
     labels: int = LABELS
+    label_seeds: int = 1
 
     @property
     def first_order(self) -> str:
@@ -157,10 +159,9 @@ class Setting:
         groups["first-order"] = {self.first_order: lambda: self._first_order(work, budget)}
         if self.adam:
             chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
-            groups["first-order"] |= {
-                f"{self.in_adam}{label}": lambda label=label, weights=weights: self._first_order_of_adam(label, weights)
-                for label, weights in chosen.items()
-            }
+            for (label, weights), seed in itertools.product(chosen.items(), range(self.label_seeds)):
+                name = f"{self.in_adam}{label}{f', seed {seed}' if seed else ''}"
+                groups["first-order"][name] = functools.partial(self._first_order_of_adam, name, weights, seed)
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -209,17 +210,15 @@ class Setting:
             )
         }
 
-    def _first_order_of_adam(self, label: str, weights: Any) -> dict[str, Scores]:
+    def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
         """The same in the metric of Adam, also at the κ that each bank's training says."""
-        limit = self._limit(weights, metric="adam")
+        limit = self._limit(weights, metric="adam", seed=seed)
         at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
         told = self.adam if self.labels else {}  # without labels there is no curvature to tell it by
         at |= {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in told.items()}
         return {
-            f"{self.in_adam}{label}, {kind}, read at κ = {name}": limit.influence(
-                kappa=kappa, normalize=kind == "correlation"
-            )
-            for (name, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
+            f"{name}, {kind}, read at κ = {words}": limit.influence(kappa=kappa, normalize=kind == "correlation")
+            for (words, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
         }
 
     def _limit(self, weights: Any, **more: Any) -> FirstOrder:
@@ -495,6 +494,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
     parser.add_argument("--labels", type=int, default=LABELS, help="drawn for every example, for the first order")
+    parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     add_keep(parser)
     parser.set_defaults(**defaults)
 
