@@ -192,8 +192,10 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             top += f"{both['harmful_overlap']:.0%} of the most harmful"
             yield f"scores, {title}", f"Spearman {both['spearman']:.2f}, {top}"
     if found.get("kappa_support"):
+        from jostle.conditioning import LEAST_SUPPORT
+
         each = ", ".join(f"{kappa}: {value:.2f}" for kappa, value in found["kappa_support"].items())
-        yield "support of κ", f"{each}; --kappa auto reads at {found['kappa']:g}"
+        yield "support of κ", f"{each} ({LEAST_SUPPORT:g} or more is enough); --kappa auto reads at {found['kappa']:g}"
     for remark in found["remarks"]:
         yield "remark", remark
 
