@@ -26,6 +26,7 @@ from jostle.attributors import (
     gradient_similarity,
     trak,
 )
+from jostle.attributors import first_order
 from jostle.attributors import gradients as gradients_module
 from jostle.attributors.gradients import PerExample
 
@@ -385,7 +386,7 @@ def test_losses_move_as_far_as_in_a_run() -> None:
     )
 
 
-def test_first_order_refuses() -> None:
+def test_first_order_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     train, query = examples(5, 1), examples(4, 2)
     limit = FirstOrder(classifier(), train, query)
     with pytest.raises(jostle.InputError, match="n_beta 30, in which training losses are held already"):
@@ -422,6 +423,14 @@ def test_first_order_refuses() -> None:
         FirstOrder(nn.Linear(99, 3), train, query)
     with pytest.raises(jostle.InputError, match="'isotropic' or 'adam'"):
         FirstOrder(model, train, query, metric=cast(Any, "sgd"))
+    # Of 5 examples and 4 queries: 12·(9 + 5·labels)² + 32·(5·labels)² bytes.
+    train, query = examples(5, 1), examples(4, 2)
+    for room, said in ((14_111, "labels=2, or score fewer"), (7_531, "labels=1, or score fewer"), (1, "; score fewer")):
+        monkeypatch.setattr(first_order, "_memory", lambda device, room=room: room)
+        with pytest.raises(jostle.InputError, match=rf"labels: got 3 for each of 5 examples, with 4 queries.*{said}"):
+            FirstOrder(model, train, query, labels=3)
+    monkeypatch.setattr(first_order, "_memory", lambda device: 14_112)
+    FirstOrder(model, train, query, labels=3)
 
 
 def test_gradient_similarity_of_sequences() -> None:

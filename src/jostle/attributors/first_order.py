@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -136,6 +137,8 @@ class FirstOrder:
                 name: Data(source, name, collate=collate, device=in_place.device)
                 for name, source in (("train", train), ("query", query))
             }
+            drawn = labels if hasattr(loss, "draw_labels") else 0
+            _require_room(len(sets["train"]), len(sets["query"]), drawn, in_place.device)
             for data in sets.values():
                 check_unchanged(in_place, loss, data)
             each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
@@ -242,6 +245,37 @@ class FirstOrder:
         squares = self._squares[name == "query"]
         moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
+
+
+def _require_room(train: int, query: int, labels: int, device: torch.device) -> None:
+    """Refuse products that the memory cannot hold, before hours are spent on gradients."""
+
+    def needed(labels: int) -> int:
+        held = max(1, labels) * train
+        # All products in single and in double precision; of what is held the matrix, damped, factored, in the making.
+        return 12 * (train + query + labels * train) ** 2 + 8 * 4 * held**2
+
+    room = _memory(device)
+    if room is None or needed(labels) <= room:
+        return
+    fits = next((count for count in range(labels - 1, -1, -1) if needed(count) <= room), None)
+    size = f"their products take {needed(labels) / 1e9:,.3g} GB of {room / 1e9:,.3g}"
+    raise InputError(
+        "labels",
+        got=f"{labels} for each of {train:,} examples, with {query:,} queries: {size}",
+        expected="products that fit into memory",
+        fix="score fewer examples" if fits is None else f"labels={fits}, or score fewer examples",
+    )
+
+
+def _memory(device: torch.device) -> int | None:
+    """What a GPU has free, or the machine has in all; None where it does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _adam(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
