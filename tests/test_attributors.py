@@ -22,11 +22,11 @@ from jostle.attributors import (
     ekfac,
     ekfac_self_influence,
     exact_influence,
+    first_order,
     gradient_self_influence,
     gradient_similarity,
     trak,
 )
-from jostle.attributors import first_order
 from jostle.attributors import gradients as gradients_module
 from jostle.attributors.gradients import PerExample
 
