@@ -278,10 +278,10 @@ def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
     assert min(distances[5.0, kappa] for kappa in (0.0, 10.0)) > 3
 
 
-def gaussian_run(localization: float, train: Any, query: Any, n_beta: float = 0.0) -> jostle.Run:
+def gaussian_run(localization: float, train: Any, query: Any, n_beta: float = 0.0, draws: int = 500) -> jostle.Run:
     return jostle.attribute(
         classifier(), train, query, sampler=jostle.SGLD(step_size=1e-3) if n_beta else jostle.Gaussian(),
-        posterior=jostle.Posterior(n_beta=n_beta, localization=localization), chains=4, draws=500, progress=False,
+        posterior=jostle.Posterior(n_beta=n_beta, localization=localization), chains=4, draws=draws, progress=False,
     )  # fmt: skip
 
 
@@ -390,9 +390,9 @@ def test_first_order_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     train, query = examples(5, 1), examples(4, 2)
     limit = FirstOrder(classifier(), train, query)
     with pytest.raises(jostle.InputError, match="n_beta 30, in which training losses are held already"):
-        limit.influence(spread=gaussian_run(100.0, train, query, n_beta=30.0))
+        limit.influence(spread=gaussian_run(100.0, train, query, n_beta=30.0, draws=2))
     with pytest.raises(jostle.InputError, match=r"spread: got query of fingerprint .*: the same data"):
-        limit.influence(spread=gaussian_run(100.0, train, train))
+        limit.influence(spread=gaussian_run(100.0, train, train, draws=2))
     for kappa, message in (
         ("auto", "there is no noise to choose it by"),
         (-1, "got -1, expected 0 or a positive number"),
