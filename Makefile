@@ -4,6 +4,9 @@ BIN := .venv/bin
 # One environment for all targets: beside torch, what the tests and linters add to the demo's packages is small.
 INSTALLED := .venv/installed
 
+# Where an image sets it, all of torch would be compiled anew by every process that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint audit bench
 

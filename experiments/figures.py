@@ -114,8 +114,9 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
         for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
             value, error = (np.mean([row[key] for row in rows]) for key in (metric, f"{metric}_error"))
             panel.errorbar(value, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
-        if "seconds" in rows[0]:
-            panels[2].barh(place, np.mean([row["seconds"] for row in rows]), color=colour, height=0.6)
+        seconds = [row["seconds"] for row in rows if "seconds" in row]
+        if seconds:
+            panels[2].barh(place, np.median(seconds), color=colour, height=0.6)  # some took a machine's first time
     short = [re.sub(r", covariance, read at κ = that of training .*", ", κ of the training", name) for name in names]
     seeds = [f" ({len(grouped[name])} seeds)" if grouped[name][1:] else "" for name in names]
     panels[0].set_yticks(range(len(names)), [f"{name}{told}" for name, told in zip(short, seeds, strict=True)])

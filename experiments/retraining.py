@@ -224,7 +224,7 @@ class Setting:
     def _limit(self, weights: Any, **more: Any) -> FirstOrder:
         return FirstOrder(
             self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
-            labels=self.labels, rounded=torch.cuda.is_available(), buffer_bytes=_buffer_bytes(0.5), **more,
+            labels=self.labels, rounded=torch.cuda.is_available(), buffer_bytes=_buffer_bytes(0.65), **more,
         )  # fmt: skip
 
     def calibrate(self, rule: str, batch_size: int, budget: Budget, **given: Any) -> dict[str, Any]:
@@ -277,7 +277,25 @@ class Setting:
                 scores = run.influence(normalize=kind == "correlation", kappa=kappa)
             label = f"BIF {name}, {kind}" + (f", read at κ = {kappa:g}" if kappa else "")
             read[label] = replace(scores, provenance={**scores.provenance, **about})
+        if settings.get("sampler") == "gaussian":
+            cosines, started = self._cosines, time.perf_counter()
+            steadied = run.influence(normalize=True, standard_error=True).toward(cosines)
+            seconds = about["seconds"] + cosines.provenance["seconds"] + time.perf_counter() - started
+            about = {**about, "seconds": seconds, "weights": [*steadied.provenance["toward"]["weights"].values()]}
+            read[f"BIF {name}, toward gradient cosines"] = replace(
+                steadied, provenance={**steadied.provenance, **about}
+            )
         return read
+
+    @functools.cached_property
+    def _cosines(self) -> Scores:
+        """What correlations of draws without a gradient tend to near w*."""
+        started = time.perf_counter()
+        found = gradient_similarity(
+            self.model, self.train, self.query, cosine=True, loss=self.loss, weights=self.weights, collate=self.collate,
+            buffer_bytes=_buffer_bytes(),
+        )  # fmt: skip
+        return replace(found, provenance={**found.provenance, "seconds": time.perf_counter() - started})
 
 
 def sample(
@@ -380,6 +398,7 @@ KEPT = (
     "damping",
     "kappa",
     "dimension",
+    "weights",
     *CALIBRATED,
 )
 
@@ -563,6 +582,8 @@ def measure_each(
 
 def _buffer_bytes(share: float = 1 / 3) -> int:
     """What gradients held at once may take: a share of what is free on the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what an earlier job held and let go of is free as well
     return int(torch.cuda.mem_get_info()[0] * share) if torch.cuda.is_available() else 2 << 30
 
 

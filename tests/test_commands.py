@@ -315,7 +315,11 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
         ("a.safetensors --batch-size 3", "batch_size: got no --total-rate, expected --total-rate, which it is for"),
         ("a.safetensors --kappa 3 --total-rate 1", "kappa: got --total-rate as well, expected one of the two"),
         ("nowhere/a.safetensors", "file: got nowhere/a.safetensors, expected a folder that exists"),
-        ("a.safetensors --show 2", "query: got 2, expected an index below 2"),
+        ("a.safetensors --show 2", "show: got 2, expected an index below 2"),
+        (
+            "a.safetensors --metric adam --total-rate 1",
+            "batch_size: got --total-rate without it, expected the examples",
+        ),
     ],
 )
 def test_first_order_refuses(
@@ -325,6 +329,7 @@ def test_first_order_refuses(
     result = jostle_command("first-order", *words.split(), *sources(place), "--labels", 0)
     assert result.exit_code == 2
     assert said in result.stderr
+    assert not Path("a.safetensors").exists()
 
 
 def test_repeated_from_its_config(place: Path, tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from experiments import (
     language_retraining,
     reading,
     samplers,
+    steadied,
 )
 from experiments.figures import draw
 from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, run
 from torch import nn
 
 import jostle
+from jostle.attributors import gradient_similarity
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.models.functional import sample_means
@@ -72,6 +74,16 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     before = (tmp_path / "record.json").read_bytes()
     run(few, tmp_path / "work", record, Budget(10))  # nothing is left to do
     assert (tmp_path / "record.json").read_bytes() == before
+    # Draws themselves, drawn toward what they tend to; gradients are part of their time.
+    drawn = replace(few, methods=("bif",))
+    run(drawn, tmp_path / "work", record, Budget(10))
+    found = record.content["measured"]["all"]["0.5"]["methods"]["BIF blind, toward gradient cosines"]
+    opened = jostle.load(tmp_path / "work" / "all" / "runs" / "blind")
+    cosines = gradient_similarity(few.model, TRAIN_SET, QUERY_SET, cosine=True)
+    expected = opened.influence(normalize=True, standard_error=True).toward(cosines)
+    assert found["per_query"] == pytest.approx(lds(bank, expected).value)
+    assert found["weights"] == pytest.approx([*expected.provenance["toward"]["weights"].values()], rel=1e-4)
+    assert found["seconds"] > methods["BIF blind, correlation"]["seconds"]
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:
@@ -364,6 +376,24 @@ def test_the_same_draws_are_read_at_several_kappas(tmp_path: Path, monkeypatch: 
     assert "| ridge, 0.03 nats |" in reading.markdown({"ridge": kept}, "covariance")
     reading.draw({"ridge": kept}, tmp_path / "reading.png")
     assert (tmp_path / "reading.png").stat().st_size > 10_000
+
+
+def test_draws_are_steadied_by_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steadied, "CASES", {"ridge": lambda: reading.ridge})
+    monkeypatch.setattr(steadied, "DRAWS", (40, 80))
+    monkeypatch.setattr(steadied, "SEEDS", 1)
+    record = Record(tmp_path / "record.json", {})
+    steadied.measure("ridge", tmp_path, record, Budget(10))
+    kept = json.loads((tmp_path / "record.json").read_text())["measured"]["ridge"]
+    assert list(kept) == ["40 draws, seed 0", "80 draws, seed 0"]
+    for found in (one["κ = 0"] for one in kept.values()):
+        assert found["draws"] < found["both"]
+        assert all(weight > 0 for weight in found["weights"])
+    assert steadied.means(kept, 40, "κ = 0")["both"] == kept["40 draws, seed 0"]["κ = 0"]["both"]
+    steadied.measure("ridge", tmp_path, record, Budget(-1))  # nothing is left to do
+    assert "| ridge | 0." in steadied.markdown({"ridge": kept}, "κ = 10")
+    steadied.draw({"ridge": kept}, tmp_path / "steadied.png")
+    assert (tmp_path / "steadied.png").stat().st_size > 10_000
 
 
 def test_agreement_of_halves_goes_with_the_lds_at_every_kappa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -73,14 +74,23 @@ class Estimate:
 
     values: Float[np.ndarray, "left right"]
     standard_error: Float[np.ndarray, "left right"] | None
-    degrees_of_freedom: float | None
-    """Of the standard error, for Student's t: fewer than batches, the more so the heavier their tails are; read at a κ,
-    one less."""
     batches: int | None
     """Of draws, that the standard error is from."""
     between_chain_share: float
     """The share of the left columns' variance that lies between chains; about 1/(effective draws of a chain) when they
     agree."""
+    by_tails: Callable[[], float] | None = None
+    """Finds the degrees of freedom: called when they are read, for it takes longer than the errors of a few columns."""
+
+    @cached_property
+    def degrees_of_freedom(self) -> float | None:
+        """Of the standard error, for Student's t: fewer than batches, the more so the heavier their tails are.
+
+        Read at a κ, one less.
+        """
+        if self.batches is None:
+            return None
+        return float(self.batches - 1) if self.by_tails is None else self.by_tails()
 
 
 def covariance(
@@ -142,14 +152,13 @@ def covariance(
     if device.type == "cuda":
         buffer_bytes = max(buffer_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     tile = _tile_widths(left, right, len(kept) * draws, errors=standard_error, buffer_bytes=buffer_bytes)
-    batches, freedom = None, None
+    batches, by_tails = None, None
     if standard_error:
         some_left, some_right = (spread_columns(trace, kept, PROBED_SERIES) for trace in (left, right))
         length = length_of_batch(some_left, some_right) if batch_length is None else batch_length
         batches = Batches(len(kept), draws, length, centering, together=2 if mirrored else 1)
-        freedom = batches.degrees_of_freedom(
-            some_left.astype(left.dtype), some_right.astype(right.dtype), normalize=normalize
-        )
+        probed = some_left.astype(left.dtype), some_right.astype(right.dtype)
+        by_tails = partial(batches.degrees_of_freedom, *probed, normalize=normalize)
     values = np.empty((n, q), left.dtype) if out is None else out
     errors = np.empty((n, q), left.dtype) if batches else None
     values_out, errors_out = torch.from_numpy(values), None if errors is None else torch.from_numpy(errors)
@@ -163,7 +172,7 @@ def covariance(
             values_out[a, b] = tile_values
             if batches is not None and errors_out is not None:
                 errors_out[a, b] = batches.standard_error(A, B, tile_values, normalize)
-    return Estimate(values, errors, freedom, batches.count if batches else None, mean_share(shares))
+    return Estimate(values, errors, batches.count if batches else None, mean_share(shares), by_tails)
 
 
 class Standardized:
@@ -578,4 +587,4 @@ def covariance_from_sums(
     values[:, _still(sums, "right")] = 0
     shares = 1 - sums["within_left_squares"] / sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
     shares[_still(sums, "left")] = torch.nan
-    return Estimate(values.numpy(), None, None, None, mean_share(shares.numpy()))
+    return Estimate(values.numpy(), None, None, mean_share(shares.numpy()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import numbers
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Float
 
-from jostle.errors import InputError, require_folder
+from jostle.errors import EstimateWarning, InputError, require_folder
 
 FORMAT = 1
 
@@ -113,6 +114,77 @@ class Scores:
             )
         return -self.values
 
+    def toward(self, steady: Scores) -> Scores:
+        """Return these scores, drawn toward steadier ones of the same pairs as far as their own noise says.
+
+        Draws know all orders of the influence, with noise; gradients at w* know the first, without any. Of all
+        mixtures a·steady + b·these with a, b ≥ 0, the same for all pairs, this is the one that comes nearest to what
+        these would be without their noise. For that nobody has to know it: noise is in no product with the other
+        scores, and how much of it is in the squares, the standard errors say. The fewer the draws, the nearer to
+        ``steady`` it is; with many, these are left as they are. It has no standard errors: how far the other scores are
+        from what these tend to is known for all pairs together, but not for each.
+
+        Args:
+            steady: what these tend to without noise, or nearly so, and not made from the same draws. For draws without
+                a gradient (`jostle.Gaussian`) `gradient_similarity` with ``cosine=True``, or `FirstOrder` at the same
+                κ; normalized as these are.
+
+        Raises:
+            InputError: without standard errors, for scores of other pairs, or where nothing but noise is left.
+        """
+        if self.standard_error is None:
+            fix = "call influence(standard_error=True)"
+            raise InputError("scores", got="no standard errors", expected="them, to know the noise by", fix=fix)
+        self._require_alike(steady)
+        squares, noise = (_sum_of_products(one, one) for one in (self.values, self.standard_error))
+        steady_squares, both = (_sum_of_products(steady.values, one.values) for one in (steady, self))
+        if not np.isfinite([squares, noise, steady_squares, both]).all():
+            raise InputError("scores", got="values or errors that are not finite", expected="finite ones")
+        clean = max(0.0, squares - noise)
+        a, b = _mixture(steady_squares, both, squares, clean)
+        if not a and not b:
+            got = f"noise as large as they are, and nothing in common with those of {steady.method}"
+            raise InputError("scores", got=got, expected="scores that are more than noise", fix="take more draws")
+        if not b:
+            told = "there is no more in them than noise and what those say; take more draws, or farther from w*"
+            warnings.warn(
+                f"nothing is left of scores drawn toward {steady.method}: {told}", EstimateWarning, stacklevel=2
+            )
+        about = {"method": steady.method, "weights": {"steady": a, "own": b}, "share_of_noise": noise / squares}
+        return replace(
+            self,
+            values=(np.float32(a) * steady.values + np.float32(b) * self.values),
+            method=f"{self.method}, toward {steady.method}",
+            standard_error=None,
+            degrees_of_freedom=None,
+            provenance={**self.provenance, "toward": about},
+        )
+
+    def _require_alike(self, other: Scores) -> None:
+        """Refuse scores of other pairs or of another kind."""
+        if other.values.shape != self.values.shape:
+            raise InputError("steady", got=f"shape {other.values.shape}", expected=f"{self.values.shape}, as these")
+        if other.normalized != self.normalized:
+            kinds = ["covariances", "correlations"]
+            got, expected = kinds[other.normalized], kinds[self.normalized]
+            fix = f"make them with normalize={self.normalized}"
+            raise InputError("steady", got=got, expected=f"{expected}, as these", fix=fix)
+        if other.provenance.get("spread") or "between_chain_share" in other.provenance:
+            got = "the spread of a run" if other.provenance.get("spread") else "scores of draws"
+            raise InputError("steady", got=f"{got}, which has noise", expected="scores without any, as of FirstOrder")
+        ours, theirs = (one.provenance.get("fingerprints", {}) for one in (self, other))
+        for name in ours.keys() & theirs.keys():
+            if ours[name] != theirs[name]:
+                what = "another model" if name == "weights" else f"other {name} data"
+                raise InputError("steady", got=f"scores of {what}", expected="scores of the same, as these")
+        plain = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all", "reduction": "mean"}
+        for name, usual in plain.items():
+            here, there = (one.provenance.get(name, usual) for one in (self, other))
+            # A correlation of sums is that of means.
+            if here != there and not (name == "reduction" and self.normalized):
+                told = [str(value) if len(str(value)) < 40 else "other ones" for value in (there, here)]
+                raise InputError("steady", got=f"{name} {told[0]}", expected=f"{told[1]}, as these")
+
     def top(self, query: int, k: int = 10) -> Ranking:
         """Return the ``k`` most helpful (most negative first) and most harmful (most positive first) examples."""
         queries = self.values.shape[1]
@@ -205,7 +277,7 @@ class Scores:
             with safetensors.safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise InputError(
                 "scores", got=f"{path}, which cannot be read ({error})", expected="a file that save() wrote"
             ) from error
@@ -221,3 +293,21 @@ class Scores:
             degrees_of_freedom=about["degrees_of_freedom"],
             provenance=about["provenance"],
         )
+
+
+def _mixture(steady_squares: float, both: float, squares: float, clean: float) -> tuple[float, float]:
+    """The weights a, b ≥ 0 with the least mean square of a·steady + b·noisy − clean, from sums of products."""
+    determinant = steady_squares * squares - both**2
+    if determinant > 1e-9 * steady_squares * squares:
+        a, b = both * (squares - clean) / determinant, (steady_squares * clean - both**2) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+    # Otherwise one of the two alone is best: that which explains more.
+    if both > 0 and both**2 * squares > clean**2 * steady_squares:
+        return both / steady_squares, 0.0
+    return 0.0, clean / squares if squares else 0.0
+
+
+def _sum_of_products(left: Float[np.ndarray, "train query"], right: Float[np.ndarray, "train query"]) -> float:
+    """In double precision, one row at a time: there may be no room for a copy."""
+    return sum(float(np.dot(a.astype(np.float64), b)) for a, b in zip(left, right, strict=True))

@@ -9,7 +9,9 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -202,6 +204,14 @@ def _check_vocabulary(examples: dict[str, list[Example]], network: Any, model: s
         )
 
 
+class CompiledAnew(SourceFileLoader):
+    """As `python FILE.py` has it: what was edited a moment ago is what runs, and nothing is left beside it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the source, whatever was compiled of it before."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def from_file(reference: str, device: str | None = None) -> Task:
     """Call ``build()`` of a user's own file: ``my_file.py:build``, which may import what lies beside it.
 
@@ -212,8 +222,8 @@ def from_file(reference: str, device: str | None = None) -> Task:
     if not Path(path).is_file():
         fix = "a run whose file has moved goes on by jostle run OUT --task NEW.py:FUNCTION"
         raise InputError("task", got=f"{path}, which does not exist", expected="FILE.py:FUNCTION", fix=fix)
-    spec = importlib.util.spec_from_file_location("jostle_task", path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location("jostle_task", path, loader=CompiledAnew("jostle_task", path))
+    if spec is None or spec.loader is None or Path(path).suffix != ".py":
         raise InputError("task", got=path, expected="a Python file")
     module = importlib.util.module_from_spec(spec)
     beside = str(Path(path).resolve().parent)

@@ -42,12 +42,12 @@ from torch import Tensor, nn
 
 from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
 from jostle.chains.progress import telling
-from jostle.data.datasets import Collate, Data
+from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_unchanged
-from jostle.models.functional import eval_mode, token_mask
+from jostle.models.functional import eval_mode, free_memory, token_mask
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
@@ -154,6 +154,7 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
+        self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
         self._about = {"labels": len(held), "seed": seed, "metric": metric, "rounded": rounded}
         asked = slice(count, count + len(sets["query"]))
@@ -201,7 +202,12 @@ class FirstOrder:
             method="first order",
             normalized=normalize,
             scale=None,
-            provenance={"fingerprints": self._fingerprints, "kappa": float(kappa), **self._about},
+            provenance={
+                "fingerprints": self._fingerprints,
+                "kappa": float(kappa),
+                "spread": spread is not None and not normalize,
+                **self._about,
+            },
         )
 
     def kappa_of_training(self, total_rate: float, *, weight_decay: float = 0.0, batch_size: float = 1) -> float:
@@ -271,7 +277,7 @@ def _require_room(train: int, query: int, labels: int, device: torch.device) -> 
 def _memory(device: torch.device) -> int | None:
     """What a GPU has free, or the machine has in all; None where it does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return free_memory(device)
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from jostle.data.datasets import Collate, Data, map_tensors
+from jostle.data.datasets import Collate, Data, fingerprint_tensors, map_tensors
 from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_unchanged
@@ -89,8 +89,9 @@ def gradient_similarity(
     return Scores(
         values=np.negative(values, out=values),
         method="gradient cosine" if cosine else "gradient dot product",
+        normalized=cosine,
         scale=None,
-        provenance={"fingerprints": fingerprints},
+        provenance={"fingerprints": {**fingerprints, "weights": fingerprint_tensors(dict(model.state_dict()))}},
     )
 
 

@@ -154,6 +154,8 @@ def show(
     epilog=examples(
         ("jostle export runs/a scores.npy", "the matrix of −correlations, train × query"),
         ("jostle export runs/a scores.parquet --covariance", "−covariances, a row a pair"),
+        ("jostle first-order a.safetensors ... --correlation --kappa 0", "what those of runs/a tend to near w*, and"),
+        ("jostle export runs/a b.safetensors --toward a.safetensors", "the draws, steadied by it"),
     )
 )
 def export(
@@ -162,6 +164,12 @@ def export(
     normalize: Normalize = True,
     reduction: Reduction = "mean",
     kappa: Kappa = 0.0,
+    toward: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What jostle first-order wrote: the best mixture with it, by the draws' noise."
+        ),
+    ] = None,
 ) -> None:
     """Write the scores, train × query, with the sign that negative helps.
 
@@ -169,9 +177,21 @@ def export(
     ([bold]--covariance[/]), which predict how far a query's loss moves.
     """
     from jostle.runs.run import load
+    from jostle.scores import Scores
 
+    steady = None if toward is None else Scores.load(toward)
     opened = load(out)
-    scores = opened.influence(normalize=normalize, reduction=reduction, kappa=kappa)
+    scores = opened.influence(normalize=normalize, reduction=reduction, kappa=kappa, standard_error=steady is not None)
+    if steady is not None:
+        kinds, held = ("covariance", "correlation"), scores.provenance["kappa"]
+        if (steady.normalized, steady.provenance.get("kappa", 0.0)) != (normalize, held):
+            got = f"{kinds[steady.normalized]}s at κ = {steady.provenance.get('kappa', 0.0):g}"
+            fix = f"jostle first-order FILE ... --{kinds[normalize]} --kappa {held:g}"
+            raise InputError("toward", got=got, expected=f"{kinds[normalize]}s at κ = {held:g}, as these", fix=fix)
+        scores = scores.toward(steady)
+        about = scores.provenance["toward"]
+        a, b = about["weights"].values()
+        say(f"{a:.2f} × {toward} + {b:.2f} × draws, of which {about['share_of_noise']:.0%} is noise")
     scores.export(file)
     _warn(opened)
     at = f", {read_at(scores.provenance['kappa'], chosen=kappa == 'auto')}" if kappa else ""

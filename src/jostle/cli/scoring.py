@@ -28,7 +28,7 @@ _TRAINING = "With --total-rate: "
             "scores, and what shaped the first query",
         ),
         (
-            "jostle first-order a.safetensors ... --metric adam --weights all --total-rate 0.02",
+            "jostle first-order a.safetensors ... --metric adam --weights all --total-rate 0.02 --batch-size 32",
             "for what AdamW would train",
         ),
         ("jostle evaluate banks/a a.safetensors", "whether they predict retraining"),
@@ -57,7 +57,7 @@ def first_order(
         float | None, typer.Option(metavar="W", help=f"{_TRAINING}the weight decay. Default: 0.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="M", min=1, help=f"{_TRAINING}examples in a step. Default: 1.")
+        int | None, typer.Option(metavar="M", min=1, help=f"{_TRAINING}examples in a step; needed for adam.")
     ] = None,
     correlation: Annotated[
         bool, typer.Option("--correlation/--covariance", help="Which of the two scores are.", show_default=True)
@@ -82,12 +82,16 @@ def first_order(
     from jostle.asking import requests
     from jostle.attributors import FirstOrder
     from jostle.cli.terminal import print_ranking
+    from jostle.data.datasets import Data
 
     if file.suffix != ".safetensors":
         raise InputError("file", got=str(file), expected="the name of a file ending in .safetensors")
     for name, value in (("weight_decay", weight_decay), ("batch_size", batch_size)):
         if value is not None and total_rate is None:
             raise InputError(name, got="no --total-rate", expected="--total-rate, which it is for")
+    if metric == "adam" and total_rate is not None and batch_size is None:
+        expected = "the examples in a step of that training, by whose root Adam's steps are larger"
+        raise InputError("batch_size", got="--total-rate without it", expected=expected, fix="add --batch-size")
     if kappa is not None and total_rate is not None:
         raise InputError("kappa", got="--total-rate as well", expected="one of the two")
     require_folder("file", file)
@@ -95,9 +99,12 @@ def first_order(
     request = requests.resolve(only_given(flags))
     task = requests.task_of(request)
     weights = request.get("weights", task.default_weights)
-    device = next(task.model.parameters()).device
+    device, collate = next(task.model.parameters()).device, task.options.get("collate")
+    queries = len(Data(task.query, "query", collate=collate))
+    if k and show >= queries:  # before the gradients are taken, not after
+        raise InputError("show", got=show, expected=f"an index below {queries}")
     limit = FirstOrder(
-        task.model, task.train, task.query, loss=task.loss, weights=weights, collate=task.options.get("collate"),
+        task.model, task.train, task.query, loss=task.loss, weights=weights, collate=collate,
         labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
         progress=True,
     )  # fmt: skip

@@ -217,3 +217,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags.items():
             module.training = training
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return how much memory a GPU has for us; None of anything else."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

@@ -17,6 +17,7 @@ from jostle.chains.randomness import BLOCK
 from jostle.chains.stopping import next_round
 from jostle.config import Config
 from jostle.errors import InputError
+from jostle.models.functional import free_memory
 from jostle.runs.preparing import Prepared
 
 THIN_WHERE_UNKNOWN = 10
@@ -178,14 +179,6 @@ def describe_plan(plan: Plan, prepared: Prepared) -> list[str]:
     dynamics = prepared.together or prepared.alone
     _, observation, step = probe(dynamics, plan.chains_at_once)
     return plan.lines(step, observation)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return how much memory a GPU has for us; None of anything else."""
-    if device.type != "cuda":
-        return None
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def size_of(model: nn.Module) -> int:

@@ -422,11 +422,7 @@ class Run:
                     moves, left, right, chains, kappa, mirrored=self.antithetic, **options
                 )
             return replace(
-                estimate,
-                standard_error=errors,
-                degrees_of_freedom=None if batches is None else float(batches - 1),
-                batches=batches,
-                between_chain_share=moves.between_chain_share,
+                estimate, standard_error=errors, batches=batches, between_chain_share=moves.between_chain_share
             )
         if part is None:
             return covariance(left, right, chains=chains, centering=centering, mirrored=self.antithetic, **options)
