@@ -531,3 +531,14 @@ def test_a_failed_chain_is_left_out_and_named(tmp_path: Path) -> None:
     assert told["diagnostics"]["failed_chains"][0]["chain"] == 1
     assert told["curves"]["chains"] == [0, 2]
     assert told["curves"]["mean_loss"][1][20] is None
+
+
+def test_errors_of_few_batches_are_no_warning_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a warning is shown is known to all threads together: questions that hide it undo each other's hiding."""
+    answers = answers_for(token_run(tmp_path / "run", recorded=[20, 20, 0]))
+    answers.warm()
+    with monkeypatch.context() as patch:
+        patch.setattr("warnings.catch_warnings", lambda *_, **__: pytest.fail("hidden for all threads"))
+        found = answers.errors({"sample": "1", "columns": "0,1", "level": "token"})
+    assert found["batches"] == 2
+    assert all(error > 0 for error in found["errors"])

@@ -272,8 +272,8 @@ def _root_of_reliability(first: Float[np.ndarray, "train query"], second: Float[
 
 def jackknife_error(
     moves: Moves, left: Trace, right: Trace, chains: np.ndarray, kappa: float, *, mirrored: bool, **options: Any
-) -> tuple[Float[np.ndarray, "left right"], int]:
-    """The standard error of every entry, and of how many batches it is; pooled.
+) -> tuple[Float[np.ndarray, "left right"], Batches]:
+    """The standard error of every entry, and the batches it is from; pooled.
 
     A jackknife over batches of consecutive draws, as that of `jostle.estimate.covariance`: without each of them the
     losses are held anew. Batches are as long as the draws' autocorrelation asks for, and longer where these would be
@@ -296,7 +296,7 @@ def jackknife_error(
         squares += values**2
     count = batches.count
     variance = (count - 1) / count * np.maximum(squares - total**2 / count, 0.0)
-    return np.sqrt(variance).astype(left.dtype), count
+    return np.sqrt(variance).astype(left.dtype), batches
 
 
 def check_kappa(kappa: Any) -> None:

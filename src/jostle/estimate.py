@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jostle.errors import EstimateWarning, InputError
+from jostle.errors import InputError
 
 Centering = Literal["pooled", "within"]
 
@@ -76,6 +75,8 @@ class Estimate:
     standard_error: Float[np.ndarray, "left right"] | None
     batches: int | None
     """Of draws, that the standard error is from."""
+    remark: str | None
+    """What whoever reads the standard error should be told: that it rests on too few batches, or too short ones."""
     between_chain_share: float
     """The share of the left columns' variance that lies between chains; about 1/(effective draws of a chain) when they
     agree."""
@@ -172,7 +173,9 @@ def covariance(
             values_out[a, b] = tile_values
             if batches is not None and errors_out is not None:
                 errors_out[a, b] = batches.standard_error(A, B, tile_values, normalize)
-    return Estimate(values, errors, batches.count if batches else None, mean_share(shares), by_tails)
+    if batches is None:
+        return Estimate(values, None, None, None, mean_share(shares))
+    return Estimate(values, errors, batches.count, batches.remark, mean_share(shares), by_tails)
 
 
 class Standardized:
@@ -316,13 +319,12 @@ class Batches:
                 expected="enough draws to leave a batch of them out",
                 fix="raise draws",
             )
+        self.remark: str | None = None
         if self.count < FEWEST_BATCHES or (draws // per_chain < length and per_chain > 1):
-            warnings.warn(
+            self.remark = (
                 f"standard errors rest on only {self.count} batches of {draws // per_chain} draws (the draws' "
                 f"autocorrelation asks for batches of {length}, and an error for {FEWEST_BATCHES} of them); raise "
-                "draws, thin or chains",
-                EstimateWarning,
-                stacklevel=4,
+                "draws, thin or chains"
             )
 
     def standard_error(self, A: Tensor, B: Tensor, estimate: Tensor, normalize: bool) -> Tensor:
@@ -587,4 +589,4 @@ def covariance_from_sums(
     values[:, _still(sums, "right")] = 0
     shares = 1 - sums["within_left_squares"] / sums["left_squares"].clamp(min=torch.finfo(torch.float64).tiny)
     shares[_still(sums, "left")] = torch.nan
-    return Estimate(values.numpy(), None, None, mean_share(shares.numpy()))
+    return Estimate(values.numpy(), None, None, None, mean_share(shares.numpy()))

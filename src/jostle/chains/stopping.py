@@ -9,14 +9,12 @@ at the same draw.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 
 import numpy as np
 
 from jostle.config import Config
 from jostle.diagnose import THE_SAME, effective_draws, read_sample, spread
-from jostle.errors import EstimateWarning
 from jostle.estimate import FEWEST_BATCHES, SLOW, covariance
 from jostle.traces.store import Traces
 
@@ -72,16 +70,14 @@ def _effective(config: Config, traces: Traces, chains: np.ndarray) -> float | No
 
 def _error(config: Config, traces: Traces, chains: np.ndarray) -> float | None:
     """The standard error (root mean square) of the strongest correlations of each query."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EstimateWarning)
-        estimate = covariance(
-            traces.sequence_losses("train"),
-            _columns_of_queries(traces),
-            chains=chains,
-            normalize=True,
-            standard_error=True,
-            mirrored=config.antithetic,
-        )
+    estimate = covariance(
+        traces.sequence_losses("train"),
+        _columns_of_queries(traces),
+        chains=chains,
+        normalize=True,
+        standard_error=True,
+        mirrored=config.antithetic,
+    )
     if estimate.batches is None or estimate.batches < FEWEST_BATCHES:
         return None
     assert estimate.standard_error is not None

@@ -416,14 +416,11 @@ class Run:
             estimate = covariance(Conditioned(left, moves, kappa), Conditioned(right, moves, kappa), **options)
             if centering == "within" and not options["normalize"]:  # mapped, they are one chain of all draws
                 estimate.values[:] *= (moves.draws - 1) / (moves.draws - len(chains))
-            errors, batches = None, None
-            if wants_error:
-                errors, batches = jackknife_error(
-                    moves, left, right, chains, kappa, mirrored=self.antithetic, **options
-                )
-            return replace(
-                estimate, standard_error=errors, batches=batches, between_chain_share=moves.between_chain_share
-            )
+            estimate = replace(estimate, between_chain_share=moves.between_chain_share)
+            if not wants_error:
+                return estimate
+            errors, batches = jackknife_error(moves, left, right, chains, kappa, mirrored=self.antithetic, **options)
+            return replace(estimate, standard_error=errors, batches=batches.count, remark=batches.remark)
         if part is None:
             return covariance(left, right, chains=chains, centering=centering, mirrored=self.antithetic, **options)
         if part not in ("odd", "even"):
@@ -503,6 +500,8 @@ class Run:
         return self._known_losses[name, reduction]
 
     def _scores(self, estimate: Estimate, normalize: bool, scale: float | None, provenance: dict[str, Any]) -> Scores:
+        if estimate.remark is not None:
+            warnings.warn(estimate.remark, EstimateWarning, stacklevel=3)
         values = np.negative(estimate.values, out=estimate.values)
         return Scores(
             values=values,

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from jostle.conditioning import CHOICES, Conditioned, Kappa, Moves, check_kappa, most_supported, supports
 from jostle.diagnose import Sample, diagnose, read_sample
-from jostle.errors import EstimateWarning, InputError, JostleError
+from jostle.errors import InputError, JostleError
 from jostle.estimate import FEWEST_DRAWS, Standardized, Trace, covariance, length_of_batch
 from jostle.scores import Scores
 from jostle.traces.store import Columns, SequenceLosses, Strands, Traces
@@ -330,20 +330,18 @@ class Reading:
             raise InputError("columns", got="one that is not there", expected=f"numbers from 0 to {size - 1}")
         series = self.series(name, sample, span)[:, :, None]
         block = self.table(other, tokens=tokens).centered(list(columns))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", EstimateWarning)  # the number of batches stands beside them
-            try:
-                found = covariance(
-                    block,
-                    series,
-                    normalize=True,
-                    standard_error=True,
-                    batch_length=self.batch_length,
-                    device="cpu",
-                    mirrored=self.mirrored,
-                )
-            except InputError:  # too few draws to leave a batch of them out
-                return None
+        try:
+            found = covariance(
+                block,
+                series,
+                normalize=True,
+                standard_error=True,
+                batch_length=self.batch_length,
+                device="cpu",
+                mirrored=self.mirrored,
+            )
+        except InputError:  # too few draws to leave a batch of them out
+            return None
         assert found.standard_error is not None
         assert found.batches is not None
         return found.standard_error[:, 0], found.batches
