@@ -27,6 +27,8 @@ from jostle.data.datasets import Data
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.weights import MovingWeights
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+
 CHAINS, THREADS = 5, 3
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from jostle.chains.chain import Dynamics, Group
 from jostle.chains.observing import Observer
 from jostle.losses import FACTORIES, Loss
 from jostle.models.functional import SideBySide
+from jostle.models.graphs import Graphs
 from jostle.samplers import BAOAB, SGLD, Sampler
 
 Result = TypeVar("Result")
@@ -54,7 +55,17 @@ def can_spread(model: nn.Module, losses: Iterable[Loss], observables: Mapping[st
 
 
 class OnEveryThread(SideBySide):
-    """A model of which every thread has a copy, since weights are substituted in it; its tensors are there once."""
+    """A model of which every thread has a copy, since weights are substituted in it; its tensors are there once.
+
+    What it does is captured in graphs, so that threads hardly wait for each other's Python.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._graphs = Graphs()
+
+    def _run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return self._graphs.run(name, function, *inputs)
 
     @property
     def model(self) -> nn.Module:

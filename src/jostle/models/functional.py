@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -147,7 +147,11 @@ class SideBySide(FunctionalModel):
         self, function: Callable[..., Tensor], weights: Float[Tensor, "chain weight"], *inputs: Any
     ) -> Float[Tensor, "chain ..."]:
         """Return ``function(model, *inputs)`` at each chain's weights."""
-        return vmap(lambda flat: self.call(function, flat, *inputs))(weights)
+
+        def at(weights: Tensor, *inputs: Any) -> Tensor:
+            return vmap(lambda flat: self.call(function, flat, *inputs))(weights)
+
+        return self._run(("evaluate", function), at, weights, *inputs)
 
     @torch.no_grad()
     def mean_loss_gradient(
@@ -163,12 +167,20 @@ class SideBySide(FunctionalModel):
         if not whole:
             shape = (len(indices), len(indices[0]))
             batch = map_tensors(batch, lambda tensor: tensor.unflatten(0, shape))
-        leaf = weights.detach().requires_grad_()
-        with torch.enable_grad(), self.plain_kernels():
-            # A chain's loss knows no other chain's weights, so the gradient of their sum is that of each; and the way
-            # back holds up no other thread, as it would within `vmap`.
-            total = vmap(mean_loss, in_dims=(0, None if whole else 0))(leaf, batch).sum()
-            return torch.autograd.grad(total, leaf)[0]
+
+        def gradient(weights: Tensor, batch: Batch) -> Tensor:
+            leaf = weights.detach().requires_grad_()
+            with torch.enable_grad(), self.plain_kernels():
+                # A chain's loss knows no other chain's weights, so the gradient of their sum is that of each; and the
+                # way back holds up no other thread, as it would within `vmap`.
+                total = vmap(mean_loss, in_dims=(0, None if whole else 0))(leaf, batch).sum()
+                return torch.autograd.grad(total, leaf)[0]
+
+        return self._run(("gradient", loss, whole), gradient, weights, batch)
+
+    def _run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return ``function(*inputs)``; functions of one name do the same."""
+        return function(*inputs)
 
 
 class _Call(nn.Module):
