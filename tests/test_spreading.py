@@ -24,6 +24,7 @@ from jostle.chains.randomness import WORTH_THREADS, noise
 from jostle.chains.spreading import OnEveryThread, Spread, _pool, can_spread
 from jostle.config import Config
 from jostle.data.datasets import Data
+from jostle.models import graphs
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.weights import MovingWeights
 
@@ -67,6 +68,7 @@ def test_the_same_chains(network: str, sampler: Any, monkeypatch: pytest.MonkeyP
     for _ in range(4):
         together.advance(one)
     monkeypatch.setattr(spreading, "AWAY_SECONDS", 1e9)
+    monkeypatch.setattr(graphs, "MOST_SECONDS", 2.0)  # some of it as graphs, and some as it is
     spread.advance(two, 4)
     assert two.step == 1  # nobody knows yet how long a step takes
     spread.advance(two, 3)

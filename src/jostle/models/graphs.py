@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 log = logging.getLogger("jostle")
 
-MOST_SHAPES = 8
-"""Of a function, so many shapes of inputs are captured; of more, as texts of all lengths have, others run as it is."""
+MOST_SECONDS = 10.0
+"""What capturing may take, of a run of a minute and more. A classifier's gradient takes a tenth of a second, that of a
+language model seconds; when they are over, whatever has another shape runs as it is."""
 
 
 class Graphs:
@@ -28,7 +29,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Callable[..., Tensor]] = {}
-        self._shapes: Counter[Hashable] = Counter()
+        self._as_they_are: set[Hashable] = set()
+        self._seconds = 0.0
         self._capturing = threading.Lock()
 
     def run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -37,18 +39,23 @@ class Graphs:
         # Which kernels there are may decide what a function does.
         name = (name, torch.backends.mkldnn.enabled)
         key = (name, str(structure), *map(_kind, leaves))
-        if key not in self._graphs and self._shapes[name] < MOST_SHAPES:
+        if key not in self._graphs and name not in self._as_they_are and self._seconds < MOST_SECONDS:
             with self._capturing:  # PyTorch can do one at a time
-                if key not in self._graphs and self._shapes[name] < MOST_SHAPES:
-                    try:
-                        self._graphs[key] = _capture(function, leaves, structure)
-                        self._shapes[name] += 1
-                    except Exception as error:  # any model may do what cannot be captured
-                        self._shapes[name] = MOST_SHAPES
-                        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-                        log.info("not all of what chains do is a graph of operations (%s)", reason)
+                if key not in self._graphs and name not in self._as_they_are:
+                    self._capture(name, key, function, leaves, structure)
         graph = self._graphs.get(key)
         return function(*inputs) if graph is None else graph(*filter(torch.is_tensor, leaves))
+
+    def _capture(self, name: Hashable, key: Hashable, *what: Any) -> None:
+        started = time.perf_counter()
+        try:
+            self._graphs[key] = _capture(*what)
+        except Exception as error:  # any model may do what cannot be captured
+            if not self._as_they_are:
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+                log.info("chains run through Python in part, since not all is captured as graphs (%s)", reason)
+            self._as_they_are.add(name)
+        self._seconds += time.perf_counter() - started
 
 
 def _capture(function: Callable[..., Tensor], leaves: list[Any], structure: pytree.TreeSpec) -> Callable[..., Tensor]:
