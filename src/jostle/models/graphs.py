@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 log = logging.getLogger("jostle")
 
 MOST_SECONDS = 10.0
-"""What capturing may take, of a run of a minute and more. A small classifier's gradient takes a quarter of a second, that
-of a language model seconds; when they are over, whatever has another shape runs as it is."""
+"""What capturing may take, of a run of a minute and more: a gradient of a small classifier takes a quarter of a second,
+one of a language model seconds. When they are over, whatever has another shape runs as it is."""
 
 
 class Graphs:
