@@ -168,6 +168,25 @@ def test_top_as_json_has_labels_where_there_are_no_texts(tmp_path: Path) -> None
     assert texts == {0: "0", 1: "1", 2: "2", 3: "0", 4: "1", 5: None}
 
 
+def test_top_of_a_file_of_scores(place: Path, tmp_path: Path) -> None:
+    file, of_run = tmp_path / "a.safetensors", ["top", place / "run", "-q", 1, "--no-error", "--json"]
+    assert jostle_command("export", place / "run", file).exit_code == 0
+    expected, found = (
+        json.loads(jostle_command(*arguments).stdout) for arguments in (of_run, ["top", file, "-q", 1, "--json"])
+    )
+    for entry, same in zip(
+        (*expected["helpful"], *expected["harmful"]), (*found["helpful"], *found["harmful"]), strict=True
+    ):
+        assert same == {"index": entry["index"], "score": pytest.approx(entry["score"], rel=1e-5)}
+    assert (found["query"], found["method"], found["normalized"]) == (1, "bif", True)
+    result = jostle_command("top", file, "-q", 1)
+    strongest = expected["helpful"][0]
+    assert re.search(rf"^ +{strongest['index']} +\{-strongest['score']:+.3f}", result.stdout, re.MULTILINE)
+    for refused in (["--kappa", 10], ["--covariance"], ["--error"], ["--reduction", "sum"]):
+        assert jostle_command("top", file, *refused).exit_code == 2
+    assert "an index below 2" in jostle_command("top", file, "-q", 7).stderr
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 def test_top_as_a_table(place: Path, columns: int) -> None:
     with warnings.catch_warnings():

@@ -212,7 +212,7 @@ def test_the_thinning_it_asks_for_is_enough() -> None:
         assert found["verdict"]["level"] == "unreliable"
         reason = next(reason for reason in found["verdict"]["reasons"] if reason["kind"] == "few effective draws")
         assert reason["number"] == found["effective_draws"] < 25
-        assert f"{found['effective_draws']:.0f} effective draws of 400" in reason["finding"]
+        assert f"{found['effective_draws']:.0f} effective draws of 4 × 100" in reason["finding"]
         asked.append(int(re.search(r"raise --thin to (?:about|at least) (\d+)", reason["advice"]).group(1)))
     thin = int(np.median(asked))
     # The slowest loss forgets as exp(−ελt/2): twice that time is what an effective draw takes, or a few times more.
@@ -690,7 +690,7 @@ def test_every_run_ends_with_a_verdict(tmp_path: Path) -> None:
     arguments = ["run", tmp_path / "run", "--task", f"{tmp_path / 'mine.py'}:build", "--draws", 20, "--thin", 1]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.stderr
-    assert re.match(r"these scores are not reliable: \d+ effective draws of 80 .* raise --thin to", result.stdout)
+    assert re.match(r"these scores are not reliable: \d+ effective draws of 4 × 20 .* raise --thin to", result.stdout)
     assert "4 × 20" in result.stdout
     assert result.stdout.endswith(f"more: jostle diagnose {tmp_path / 'run'}\n")
 

@@ -38,10 +38,13 @@ def read_at(kappa: float, *, chosen: bool) -> str:
     epilog=examples(
         ("jostle top runs/a --query 3", "the ten most helpful and most harmful"),
         ("jostle top runs/a -q 3 -k 5 --json", "for a script"),
+        ("jostle top a.safetensors -q 3", "of scores in a file, as export, first-order and Scores.save write them"),
     )
 )
 def top(
-    out: Out,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The directory of a run, or a .safetensors.", show_default=False)
+    ],
     query: Query = 0,
     k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=1, help="How many of each.")] = 10,
     normalize: Normalize = True,
@@ -63,7 +66,20 @@ def top(
     from jostle.cli.terminal import print_ranking, shown_of
     from jostle.estimate import FEWEST_BATCHES
     from jostle.runs.run import load
+    from jostle.scores import Scores
 
+    if out.suffix == ".safetensors" and not out.is_dir():
+        if not normalize or reduction != "mean" or kappa or standard_error:
+            got, fix = "a file of scores, which are as they were made", "read the run, or make the file anew"
+            raise InputError("top", got=got, expected="--query, -k and --json alone for these", fix=fix)
+        scores = Scores.load(out)
+        ranking = scores.top(query, k)
+        if as_json:
+            typer.echo(json.dumps(ranking.to_dict(), ensure_ascii=False))
+        else:
+            print_ranking(Console(highlight=False), ranking, [], [], among=len(scores.values))
+            typer.echo(f"{scores.method}; jostle view RUN {out} shows them beside a run, with its examples")
+        return
     opened = load(out)
     enough = len(opened.healthy_chains) * opened.draws >= FEWEST_BATCHES and opened.config["keep"] == "traces"
     ask = functools.partial(opened.top, k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa)

@@ -59,7 +59,8 @@ def print_ranking(
     if ranking.normalized:
         console.print("posterior correlation: positive = the losses move together, training on it helps")
     else:
-        console.print("influence −Cov: negative = training on it lowers the query's loss")
+        what = "influence −Cov" if ranking.method == "bif" else "influence"
+        console.print(f"{what}: negative = training on it lowers the query's loss")
     known = [(entry.score, entry.standard_error) for entry in (*ranking.helpful, *ranking.harmful)]
     if among and known and known[0][1] is not None:
         # Whoever picks the strongest of many picks the luckiest: an error is not that of a score that was chosen.
