@@ -311,7 +311,8 @@ def _too_short(config: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[
                 "unreliable" if effective < FEWEST_EFFECTIVE else "doubtful",
                 "few effective draws",
                 effective,
-                f"{effective:.0f} effective draws of {found['chains']} × {draws} (± {effective**-0.5:.2f} on a correlation)",
+                f"{effective:.0f} effective draws of {found['chains']} × {draws} "
+                f"(± {effective**-0.5:.2f} on a correlation)",
                 " and ".join(advice),
                 settings,
             )
