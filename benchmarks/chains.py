@@ -112,8 +112,10 @@ def _bench(in_place: InPlace, loss: Loss, data: Data, repeats: int) -> dict[str,
         "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 256)},
     }  # fmt: skip
     alone = Dynamics(in_place, config, **parts)
-    together = Dynamics(SideBySide(model, moving), config, **parts)
-    spread = Spread(OnEveryThread(model, moving), config, threads=cores, **parts)
+    together = Dynamics(SideBySide(model, moving, captured=True), config, **parts)
+    spread = Spread(OnEveryThread(model, moving, captured=True), config, threads=cores, **parts)
+    for way in (together, spread):
+        way.model.capture_now()
     ways: dict[str, tuple[Dynamics, int, int, bool]] = {
         "one after another": (alone, 1, cores, True),
         "one after another, one thread": (alone, 1, 1, True),

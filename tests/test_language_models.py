@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import jostle
 from architectures import CONFIGURATIONS, VOCABULARY, tiny, transformers
 from jostle import losses
-from jostle.data.datasets import collate_samples
+from jostle.data.datasets import Data, collate_samples
 from jostle.losses import _KNOWN_HEADS
-from jostle.models.functional import FunctionalModel
+from jostle.models.functional import FunctionalModel, SideBySide
+from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
 
 LENGTHS = [9, 4, 14, 2, 7]
@@ -84,6 +85,22 @@ def test_gradients_through_chunks(model: nn.Module) -> None:
         jostle.losses.next_token(chunk_bytes=chunk_bytes)(model, batch).mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+def test_gradients_through_chunks_away_from_the_checkpoint() -> None:
+    """More positions than a chunk holds, where two examples alone, by which chains are tried, are fewer."""
+    model, source = tiny("llama"), [{"input_ids": [3, 4, 5, 6, 7, 8 + k]} for k in range(12)]
+    moving, data, indices = MovingWeights(model, "all"), Data(source, "train"), [np.arange(6), np.arange(6) + 6]
+    weights = moving.center * (1 + 0.1 * torch.randn(2, moving.total))
+    chunks, whole = (jostle.losses.next_token(chunk_bytes=size) for size in (4 * VOCABULARY * 11, 1 << 30))
+    expected = FunctionalModel(model, moving).mean_loss_gradient(whole, weights, data, indices)
+    for way in (FunctionalModel, SideBySide):
+        found = way(model, moving).mean_loss_gradient(chunks, weights, data, indices)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    with InPlace(model, moving) as in_place:
+        found = in_place.mean_loss_gradient(chunks, weights, data, indices)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    jostle.attribute(model, source, source[:1], loss=chunks, chains=2, draws=2, thin=1, batch_size=6, progress=False)
 
 
 @torch.no_grad()

@@ -28,8 +28,6 @@ from jostle.models import graphs
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.weights import MovingWeights
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-
 CHAINS, THREADS = 5, 3
 
 
@@ -63,7 +61,8 @@ def test_the_same_chains(network: str, sampler: Any, monkeypatch: pytest.MonkeyP
         "observables": {"first": lambda model: next(iter(model.parameters())).flatten()[:2]},
     }  # fmt: skip
     together = Dynamics(SideBySide(model, moving), config, **parts)
-    spread = Spread(OnEveryThread(model, moving), config, threads=THREADS, **parts)
+    spread = Spread(OnEveryThread(model, moving, captured=True), config, threads=THREADS, **parts)
+    spread.model.capture_now()
     one, two = together.start(list(range(CHAINS))), spread.start(list(range(CHAINS)))
     for _ in range(4):
         together.advance(one)
@@ -114,7 +113,7 @@ def both_ways(model: nn.Module) -> tuple[Dynamics, Spread]:
         "observers": {"train": Observer(FunctionalModel(model, moving), loss, data, 40)},
     }  # fmt: skip
     together = Dynamics(SideBySide(model, moving), settings(), **parts)
-    return together, Spread(OnEveryThread(model, moving), settings(), threads=THREADS, **parts)
+    return together, Spread(OnEveryThread(model, moving, captured=True), settings(), threads=THREADS, **parts)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork where there are threads, which is the point

@@ -20,7 +20,7 @@ ORDER = [
 
 WITHIN = {
     "data": ["datasets", "texts"],
-    "models": ["weights", "functional", "graphs", "checks", "prefix", "float8", "in_place", "sharding"],
+    "models": ["weights", "graphs", "functional", "checks", "prefix", "float8", "in_place", "sharding"],
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],
     "chains": [

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +64,7 @@ def classification(*, label_smoothing: float = 0.0) -> Loss:
     ``label_smoothing`` is for `potential_loss`: a model trained with it is sampled with it, while the
     recorded loss stays plain.
     """
-    return _Classification(label_smoothing)
+    return _Classification(float(label_smoothing))
 
 
 def regression(*, noise_variance: float = 1.0) -> Loss:
@@ -73,7 +74,7 @@ def regression(*, noise_variance: float = 1.0) -> Loss:
     """
     if not noise_variance > 0:
         raise InputError("noise_variance", got=noise_variance, expected="a positive number")
-    return _Regression(noise_variance)
+    return _Regression(float(noise_variance))
 
 
 def next_token(*, chunk_bytes: int = 128 << 20) -> Loss:
@@ -231,19 +232,25 @@ class _NextToken:
                 scale, cap = _scale_and_cap(network.config)
                 return linear_cross_entropy(hidden, head.weight, head.bias, targets, scale=scale, cap=cap)
 
-        def score(states: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(_logits(network, states), labels, reduction="none")
+        # What stands in for its weights in this call may be gone when a chunk is computed again, on the way back.
+        given = {name: value for name, value in head.named_parameters() if not isinstance(value, nn.Parameter)}
+
+        def score(states: Tensor, labels: Tensor, *values: Tensor) -> Tensor:
+            substituted = dict(zip(given, values, strict=True))
+            unembed = (lambda some: functional_call(head, substituted, (some,))) if given else head
+            return F.cross_entropy(_logits(network, states, unembed), labels, reduction="none")
 
         vocabulary = head.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         if len(hidden) <= chunk:
-            return score(hidden, targets)
+            return score(hidden, targets, *given.values())
         parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        if not torch.is_grad_enabled():
-            return torch.cat([score(states, labels) for states, labels in parts])
-        # With a gradient, a chunk's logits are computed again on the way back instead of being kept.
+        if not torch.is_grad_enabled() or torch._C._functorch.is_batchedtensor(hidden):
+            return torch.cat([score(states, labels, *given.values()) for states, labels in parts])
+        # With a gradient, a chunk's logits are computed again on the way back instead of being kept; but not among
+        # chains side by side, which are gone by then.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(score, states, labels, **options) for states, labels in parts])
+        return torch.cat([checkpoint(score, *part, *given.values(), **options) for part in parts])
 
     def token_mask(self, batch: Mapping[str, Tensor]) -> Bool[Tensor, "batch token"]:
         tokens = batch["input_ids"]
@@ -361,10 +368,12 @@ def _attention(config: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _logits(network: Any, hidden: Tensor) -> Float[Tensor, "... vocabulary"]:
+def _logits(
+    network: Any, hidden: Tensor, unembed: Callable[[Tensor], Tensor] | None = None
+) -> Float[Tensor, "... vocabulary"]:
     """Unembed hidden states as Hugging Face models do."""
     scale, cap = _scale_and_cap(network.config)
-    logits = scale * at_least_float32(network.get_output_embeddings()(hidden))
+    logits = scale * at_least_float32((unembed or network.get_output_embeddings())(hidden))
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 

@@ -47,7 +47,7 @@ TRIAL_JITTER = 0.01
 """By how much of themselves weights differ where ways are compared, so that chains that see others' are noticed."""
 
 LEAST_DRAWS = 60
-"""Nor is a run on a CPU of fewer draws than this: trying takes two of them in each of four ways."""
+"""Nor is a run on a CPU of fewer draws than this: trying takes three of them in each of four ways."""
 
 
 @dataclass
@@ -142,6 +142,11 @@ def _choose_on_cpu(
     expected, first = _trial(plain, best, config)
     if first < WORTH_TRYING:
         return best
+    # What will be captured sooner or later is compared as it will be.
+    if plain.model.capture_now():
+        expected, first = _trial(plain, best, config)
+    if spread is not None:
+        spread.model.capture_now()
     taken, tolerance = first, 10 * plain.model.tolerance
     for way, dynamics in others:
         if interrupted():
@@ -179,7 +184,7 @@ def _trial(dynamics: Dynamics, way: Execution, config: Config) -> tuple[dict[str
             started = time.perf_counter()
             dynamics.advance(group)
             step = min(step, time.perf_counter() - started)
-        for _ in range(2):
+        for _ in range(3):
             started = time.perf_counter()
             seen = dynamics.observe(group)
             observation = min(observation, time.perf_counter() - started)

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from jostle.chains.chain import Dynamics, Group
 from jostle.chains.observing import Observer
 from jostle.losses import FACTORIES, Loss
 from jostle.models.functional import SideBySide
-from jostle.models.graphs import Graphs
 from jostle.samplers import BAOAB, SGLD, Sampler
 
 Result = TypeVar("Result")
@@ -42,30 +41,23 @@ AWAY_SECONDS = 0.2
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def is_pure(model: nn.Module, losses: Iterable[Loss], observables: Mapping[str, Any]) -> bool:
+    """Return whether nothing is known to remember what a model computes, or to compute it from anything but tensors."""
+    hooked = any(getattr(module, name, None) for module in model.modules() for name in HOOKS)
+    return not observables and not hooked and all(type(loss) in BUILT_IN for loss in losses)
+
+
 def can_spread(model: nn.Module, losses: Iterable[Loss], observables: Mapping[str, Any], sampler: Sampler) -> bool:
     """Return whether every thread may have a copy of the model.
 
     Functions are not copied with it: one of a user's may hold on to the model itself, which stays at w*, and the hooks
     of all copies write to the same place. Nor is a sampler: one of a user's may remember what it did.
     """
-    if type(sampler).__module__ not in OUR_SAMPLERS:
-        return False
-    hooked = any(getattr(module, name, None) for module in model.modules() for name in HOOKS)
-    return not observables and not hooked and all(type(loss) in BUILT_IN for loss in losses)
+    return type(sampler).__module__ in OUR_SAMPLERS and is_pure(model, losses, observables)
 
 
 class OnEveryThread(SideBySide):
-    """A model of which every thread has a copy, since weights are substituted in it; its tensors are there once.
-
-    What it does is captured in graphs, so that threads hardly wait for each other's Python.
-    """
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._graphs = Graphs()
-
-    def _run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return self._graphs.run(name, function, *inputs)
+    """A model of which every thread has a copy, since weights are substituted in it; its tensors are there once."""
 
     @property
     def model(self) -> nn.Module:

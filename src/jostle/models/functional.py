@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 
 from jostle.data.datasets import Data, map_tensors
 from jostle.losses import Batch, Loss, at_least_float32
+from jostle.models.graphs import Graphs
 from jostle.models.weights import MovingWeights
 from jostle.ranks import Crew
 
@@ -118,6 +119,10 @@ class FunctionalModel:
     def let_go(self) -> None:
         """Hold on to no chain's weights."""
 
+    def capture_now(self) -> bool:
+        """Return whether anything is captured in graphs, which begins here."""
+        return False
+
     def free_memory(self) -> None:
         """Give back what is kept for speed alone, when memory has run out."""
         if self.device.type == "cuda":
@@ -140,7 +145,24 @@ class FunctionalModel:
 
 
 class SideBySide(FunctionalModel):
-    """All chains of a group at once: many small computations become few larger ones."""
+    """All chains of a group at once: many small computations become few larger ones.
+
+    Args:
+        *given: those of `FunctionalModel`.
+        captured: whether what it computes is captured in graphs, once that is worth it: for models on a CPU that
+            nothing but tensors goes into and comes out of.
+        **named: those of `FunctionalModel`.
+    """
+
+    def __init__(self, *given: Any, captured: bool = False, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._graphs = Graphs() if captured else None
+
+    def capture_now(self) -> bool:
+        """Capture what is computed from here on at once, for a run that is long; return whether there is anything."""
+        if self._graphs is not None:
+            self._graphs.at_once = True
+        return self._graphs is not None
 
     @torch.no_grad()
     def evaluate(
@@ -180,7 +202,7 @@ class SideBySide(FunctionalModel):
 
     def _run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Return ``function(*inputs)``; functions of one name do the same."""
-        return function(*inputs)
+        return function(*inputs) if self._graphs is None else self._graphs.run(name, function, *inputs)
 
 
 class _Call(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jostle.chains.chain import Dynamics
 from jostle.chains.execution import Execution
 from jostle.chains.observing import Observer
-from jostle.chains.spreading import OnEveryThread, Spread, can_spread
+from jostle.chains.spreading import OnEveryThread, Spread, can_spread, is_pure
 from jostle.config import Config, Precision
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
@@ -209,13 +209,15 @@ def prepare(
             observables=list(functions.observables.values()),
         )
         if reason is None:
-            model, moving, bfloat16 = in_place.model, in_place.moving, in_place.bfloat16
-            together = Dynamics(SideBySide(model, moving, bfloat16=bfloat16), config, **parts)
+            model, moving, on_cpu = in_place.model, in_place.moving, in_place.device.type == "cpu"
+            functions_of_it = (loss, driving_loss), functions.observables
+            how = {"bfloat16": in_place.bfloat16, "captured": on_cpu and is_pure(model, *functions_of_it)}
+            together = Dynamics(SideBySide(model, moving, **how), config, **parts)
             # What is read from somewhere else may not bear being read by several threads.
             in_memory = all(part.on_device for part in (data.drawn_from, *data.observed.values()))
-            safe = in_memory and can_spread(model, (loss, driving_loss), functions.observables, config.sampler)
-            if threads > 1 and safe and in_place.device.type == "cpu":
-                spread = Spread(OnEveryThread(model, moving, bfloat16=bfloat16), config, threads=threads, **parts)
+            safe = in_memory and can_spread(model, *functions_of_it, config.sampler)
+            if threads > 1 and safe and on_cpu:
+                spread = Spread(OnEveryThread(model, moving, **how), config, threads=threads, **parts)
         elif chains_at_once is not None:
             raise InputError("chains_at_once", got=chains_at_once, expected=f"1 for this model ({reason})")
         else:
