@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -245,7 +246,7 @@ class _NextToken:
         if len(hidden) <= chunk:
             return score(hidden, targets, *given.values())
         parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        if not torch.is_grad_enabled() or torch._C._functorch.is_batchedtensor(hidden):
+        if not torch.is_grad_enabled() or is_batchedtensor(hidden):
             return torch.cat([score(states, labels, *given.values()) for states, labels in parts])
         # With a gradient, a chunk's logits are computed again on the way back instead of being kept; but not among
         # chains side by side, which are gone by then.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit._fuser import optimized_execution
 
 from jostle.data.datasets import map_tensors
 
@@ -81,7 +82,7 @@ class Graphs:
             taken = time.perf_counter() - started
             known.seconds, known.least = known.seconds + taken, min(known.least, taken)
             return result
-        with torch.jit.optimized_execution(False):  # which would make other operations of them, with other bits
+        with optimized_execution(False):  # which would make other operations of them, with other bits
             result = known.graph(*_tensors(inputs))
         if known.compared < COMPARED_CALLS:
             known.compared += 1
@@ -123,7 +124,7 @@ def _capture(function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Callab
     operations.graph.eliminate_dead_code()
     operations.recompile()
     # As modules of operations that Python calls, they would be no quicker: that is what takes the time.
-    with torch.jit.optimized_execution(False):
+    with optimized_execution(False):
         graph: Any = torch.jit.trace(operations, tensors, check_trace=False)
         graph(*tensors)  # the first call is slower
     return graph
