@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -206,3 +207,57 @@ def test_threads_capture_one_after_another() -> None:
         assert all(pool.map(work, range(4)))
     assert [captured(found) for found in several] == [8, 8]
     assert nn.Module.__call__ is before
+
+
+@pytest.mark.parametrize("weights", ["all", ["3.*"]])
+def test_a_run_is_the_same_whatever_of_it_is_captured(
+    weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted and resumed, other calls are captured than would have been: the draws are the same to the last bit."""
+    model, loss, _ = task("classification")
+    inputs, labels = torch.randn(40, 6), torch.arange(40) % 3
+    asked: dict[str, Any] = {
+        "loss": loss, "posterior": jostle.Posterior(n_beta=30, localization=100, weights=weights), "chains": 3,
+        "sampler": jostle.SGLD(step_size=1e-3), "thin": 2, "batch_size": 8, "progress": False,
+    }  # fmt: skip
+    made: list[Graphs] = []
+    initialize = Graphs.__init__
+    monkeypatch.setattr(Graphs, "__init__", lambda self: (initialize(self), made.append(self))[0])
+
+    def losses(name: str, *draws: int) -> np.ndarray:
+        for until in draws:
+            run = jostle.attribute(
+                model, (inputs, labels), (inputs[:4], labels[:4]), draws=until, out=tmp_path / name, **asked
+            )
+        return np.asarray(run.traces.losses("train")[:])
+
+    monkeypatch.setattr(Graphs, "last", float("inf"))
+    plain = losses("plain", 20)
+    assert not any(map(captured, made))
+    monkeypatch.setattr(Graphs, "last", 0.0)
+    monkeypatch.setattr(graphs, "COMPARED_CALLS", 0)
+    np.testing.assert_array_equal(losses("captured", 9, 20), plain)
+    assert any(map(captured, made))
+
+
+def test_what_remembers_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook, and a loss of one's own, see every call."""
+    monkeypatch.setattr(Graphs, "last", 0.0)
+    (inputs, labels), plain = (torch.randn(40, 6), torch.arange(40) % 3), jostle.losses.classification()
+    calls: list[str] = []
+
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        calls.append("loss")
+        return plain(model, batch)
+
+    for loss in (plain, own):
+        model = perceptron(3).eval()
+        hook = model.register_forward_hook(lambda *_: calls.append("hook")) if loss is plain else None
+        calls.clear()
+        jostle.attribute(
+            model, (inputs, labels), (inputs[:4], labels[:4]), loss=loss, chains=2, draws=30, thin=1, burn_in=0,
+            batch_size=8, progress=False,
+        )  # fmt: skip
+        assert len(calls) >= 30 + 30 + 29  # train and query at every draw, and a gradient between any two
+        if hook is not None:
+            hook.remove()

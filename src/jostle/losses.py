@@ -13,6 +13,7 @@ count, generator)`` are so many of them for each sample, (B, count, ...), or one
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -233,25 +234,23 @@ class _NextToken:
                 scale, cap = _scale_and_cap(network.config)
                 return linear_cross_entropy(hidden, head.weight, head.bias, targets, scale=scale, cap=cap)
 
-        # What stands in for its weights in this call may be gone when a chunk is computed again, on the way back.
-        given = {name: value for name, value in head.named_parameters() if not isinstance(value, nn.Parameter)}
-
-        def score(states: Tensor, labels: Tensor, *values: Tensor) -> Tensor:
-            substituted = dict(zip(given, values, strict=True))
-            unembed = (lambda some: functional_call(head, substituted, (some,))) if given else head
+        def score(states: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
+            unembed = functools.partial(functional_call, head, weights) if weights else head
             return F.cross_entropy(_logits(network, states, unembed), labels, reduction="none")
 
         vocabulary = head.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         if len(hidden) <= chunk:
-            return score(hidden, targets, *given.values())
+            return score(hidden, targets)
         parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
         if not torch.is_grad_enabled() or is_batchedtensor(hidden):
-            return torch.cat([score(states, labels, *given.values()) for states, labels in parts])
+            return torch.cat([score(states, labels) for states, labels in parts])
         # With a gradient, a chunk's logits are computed again on the way back instead of being kept; but not among
         # chains side by side, which are gone by then.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(score, *part, *given.values(), **options) for part in parts])
+        # What stands in for the head's weights in this call may be gone then.
+        given = {name: value for name, value in head.named_parameters() if not isinstance(value, nn.Parameter)}
+        return torch.cat([checkpoint(score, *part, given, **options) for part in parts])
 
     def token_mask(self, batch: Mapping[str, Tensor]) -> Bool[Tensor, "batch token"]:
         tokens = batch["input_ids"]
