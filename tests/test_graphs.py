@@ -241,23 +241,23 @@ def test_a_run_is_the_same_whatever_of_it_is_captured(
 
 
 def test_what_remembers_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook, and a loss of one's own, see every call."""
-    monkeypatch.setattr(Graphs, "last", 0.0)
+    """A hook, a loss and an observable of one's own see every call."""
+    made: list[Graphs] = []
+    initialize = Graphs.__init__
+    monkeypatch.setattr(Graphs, "__init__", lambda self: (initialize(self), made.append(self))[0])
     (inputs, labels), plain = (torch.randn(40, 6), torch.arange(40) % 3), jostle.losses.classification()
-    calls: list[str] = []
 
-    def own(model: nn.Module, batch: Any) -> Tensor:
-        calls.append("loss")
-        return plain(model, batch)
-
-    for loss in (plain, own):
-        model = perceptron(3).eval()
-        hook = model.register_forward_hook(lambda *_: calls.append("hook")) if loss is plain else None
-        calls.clear()
+    def graphs_of(model: nn.Module, **asked: Any) -> int:
+        made.clear()
+        asked = {"loss": plain} | asked
         jostle.attribute(
-            model, (inputs, labels), (inputs[:4], labels[:4]), loss=loss, chains=2, draws=30, thin=1, burn_in=0,
-            batch_size=8, progress=False,
+            model, (inputs, labels), (inputs[:4], labels[:4]), chains=2, draws=2, thin=1, progress=False, **asked
         )  # fmt: skip
-        assert len(calls) >= 30 + 30 + 29  # train and query at every draw, and a gradient between any two
-        if hook is not None:
-            hook.remove()
+        return len(made)
+
+    hooked = perceptron(3)
+    hooked[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    assert graphs_of(perceptron(3)) > 0
+    assert graphs_of(hooked) == 0
+    assert graphs_of(perceptron(3), loss=lambda model, batch: plain(model, batch)) == 0
+    assert graphs_of(perceptron(3), observables={"bias": lambda model: list(model.parameters())[-1]}) == 0
