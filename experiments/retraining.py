@@ -369,7 +369,10 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     jobs = {
         name: job
         for name, job in setting.jobs(work, budget).items()
-        if not all({name, f"{name}, covariance{READ}"} & measured[bank]["methods"].keys() for bank in setting.banks)
+        if not all(
+            {name, f"{name}, covariance", f"{name}, covariance{READ}"} & measured[bank]["methods"].keys()
+            for bank in setting.banks
+        )
     }
     for _, scores, seconds in finished(jobs, setting.name, record, budget):
         about = {
