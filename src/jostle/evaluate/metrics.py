@@ -31,7 +31,10 @@ Correlation = Literal["spearman", "pearson"]
 BOOTSTRAP = 200
 NORMAL_95 = 1.96
 BLOCK_BYTES = 256 << 20
-"""What of a trace is read at once for variances."""
+"""What of a trace or of scores is in memory at once in double precision."""
+ROWS_AT_ONCE = 4_096
+CONSTANT = 1e-12
+"""A variance of no more of the squares than this is rounding."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def lds(
             "bank", got="a bank of removals", expected="random subsets, or all but one", fix="use removal()"
         )
     bank.check(scores)
-    return _lds(predicted_losses(bank, scores), bank.values(), per, correlation, bootstrap, seed)
+    given = [predicted_losses(bank, scores)]
+    return lds_of(given, bank.values(), per=per, correlation=correlation, bootstrap=bootstrap, seed=seed)[0]
 
 
 def leave_one_out_correlation(
@@ -132,11 +136,16 @@ def leave_one_out_correlation(
 
 def predicted_losses(bank: Bank, scores: Scores) -> Float[np.ndarray, "subset query"]:
     """Σ_{i∈D} τᵢⱼ for every subset D and query j: the predicted losses, up to what does not depend on the subset."""
-    values = scores.values.astype(np.float64)
-    predicted = bank.subsets.members.astype(np.float64) @ values
+    members = bank.subsets.members.astype(np.float64)
+    train, queries = scores.values.shape
+    predicted = np.zeros((len(members), queries))
+    rows = max(1, BLOCK_BYTES // (8 * queries))
+    for start in range(0, train, rows):
+        block = slice(start, start + rows)
+        predicted += members[:, block] @ scores.values[block].astype(np.float64)
     # A constant column is the size of the subset alone; summed in some order it would get ranks from rounding.
-    constant = np.ptp(values, axis=0) == 0
-    predicted[:, constant] = bank.subsets.members.sum(1)[:, None] * values[:1, constant]
+    constant = (scores.values == scores.values[0]).all(0)
+    predicted[:, constant] = members.sum(1)[:, None] * scores.values[0, constant].astype(np.float64)
     return predicted
 
 
@@ -153,24 +162,26 @@ def repeatability(bank: Bank) -> float | None:
     if rows.sum() < 3:
         return None
     first, second = (scipy.stats.rankdata(np.nanmean(half[rows], axis=1).T, axis=1) for half in halves)
-    return float(correlations(first, second, np.ones(rows.sum())).mean())
+    return float(correlations(first, second, np.ones((rows.sum(), 1))).mean())
 
 
-def _lds(
-    predicted: Float[np.ndarray, "subset query"],
+def lds_of(
+    predictions: Sequence[Float[np.ndarray, "subset query"]],
     losses: Float[np.ndarray, "subset seed query"],
+    *,
     per: Per,
-    correlation: Correlation,
+    correlation: Correlation = "spearman",
     bootstrap: int,
     seed: int,
-) -> Measured:
+) -> list[Measured]:
+    """The LDS of several methods at once: what is resampled is the same for all, and ranking it is most of the work."""
     if per not in ("query", "subset"):
         raise InputError("per", got=repr(per), expected="'query' or 'subset'")
     done = np.isfinite(losses[:, :, 0])
     finished = done.any(1)
     if finished.sum() < 3:
         raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
-    predicted, losses, done = predicted[finished], np.nan_to_num(losses[finished].astype(np.float64)), done[finished]
+    losses, done = np.nan_to_num(losses[finished].astype(np.float64)), done[finished]
     subsets, seeds, queries = losses.shape
     generator = np.random.default_rng(seed)
 
@@ -186,31 +197,68 @@ def _lds(
     def resampled(count: int) -> np.ndarray:
         return generator.multinomial(count, np.full(count, 1 / count)).astype(float)
 
-    guessed, real = ranked(predicted), over_seeds(done.astype(float))
-    each = correlations(guessed, real, np.ones(guessed.shape[1]))
-    replicates = []
-    for _ in range(bootstrap):
-        of_subsets, of_queries = resampled(subsets), resampled(queries)
+    of_subsets, of_queries = np.empty((subsets, bootstrap)), np.empty((queries, bootstrap))
+    of_seeds = np.empty((bootstrap, subsets, seeds))
+    for index in range(bootstrap):
+        of_subsets[:, index], of_queries[:, index] = resampled(subsets), resampled(queries)
         if seeds > 1:
             # Within each subset, among those that it has: a seed that all share would move them alike, and no ranks.
             counts = done.sum(1)
-            real = over_seeds(generator.multinomial(counts, done / counts[:, None]).astype(float))
-        # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
-        columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
-        replicates.append((correlations(guessed, real, columns) * rows).sum() / rows.sum())
+            of_seeds[index] = generator.multinomial(counts, done / counts[:, None])
+    # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
+    columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
+
+    guessed, real = [ranked(predicted[finished]) for predicted in predictions], over_seeds(done.astype(float))
+    once = np.ones((real.shape[1], 1))
+    each = [correlations(one, real, once)[:, 0] for one in guessed]
+    if seeds == 1:
+        replicates = [_resampled_mean(one, real, columns, rows) for one in guessed]
+    else:
+        replicates = [np.empty(bootstrap) for _ in guessed]
+        for index in range(bootstrap):
+            real, one_time = over_seeds(of_seeds[index]), slice(index, index + 1)
+            for found, one in zip(replicates, guessed, strict=True):
+                found[one_time] = _resampled_mean(one, real, columns[:, one_time], rows[:, one_time])
     alike = (per, correlation, bootstrap, seed, losses.shape, zlib.crc32(losses.tobytes()))
-    return Measured(float(each.mean()), _spread(replicates), each, np.array(replicates), alike)
+    return [
+        Measured(float(one.mean()), _spread(found), one, found, alike)
+        for one, found in zip(each, replicates, strict=True)
+    ]
+
+
+def _resampled_mean(
+    left: Float[np.ndarray, "row column"],
+    right: Float[np.ndarray, "row column"],
+    columns: Float[np.ndarray, "column resample"],
+    rows: Float[np.ndarray, "row resample"],
+) -> Float[np.ndarray, " resample"]:
+    """The mean correlation of two rows, where both rows and columns count as often as they were drawn."""
+    total = np.zeros(rows.shape[1])
+    for start in range(0, len(left), ROWS_AT_ONCE):
+        block = slice(start, start + ROWS_AT_ONCE)
+        total += (correlations(left[block], right[block], columns) * rows[block]).sum(0)
+    return total / rows.sum(0)
 
 
 def correlations(
-    left: Float[np.ndarray, "row column"], right: Float[np.ndarray, "row column"], weights: Float[np.ndarray, " column"]
-) -> Float[np.ndarray, " row"]:
+    left: Float[np.ndarray, "row column"],
+    right: Float[np.ndarray, "row column"],
+    weights: Float[np.ndarray, "column resample"],
+) -> Float[np.ndarray, "row resample"]:
     """Pearson's correlation of each pair of rows, where column k counts ``weights[k]`` times; 0 for a constant row."""
-    share = weights / weights.sum()
-    a, b = (one - (one @ share)[:, None] for one in (left, right))
-    variances = (a**2 @ share) * (b**2 @ share)
-    defined = variances > 0
-    return np.where(defined, (a * b) @ share / np.sqrt(np.where(defined, variances, 1)), 0.0)
+    share = weights / weights.sum(0)
+    # Around the mean of all, so that what is taken off for that of the resampled is small.
+    a, b = (one - one.mean(1, keepdims=True) for one in (left, right))
+    mean_a, mean_b = a @ share, b @ share
+    product = (a * b) @ share - mean_a * mean_b
+    a **= 2
+    b **= 2
+    variances, defined = np.ones_like(product), np.ones(product.shape, bool)
+    for squares, mean in ((a @ share, mean_a), (b @ share, mean_b)):
+        variance = squares - mean**2
+        defined &= variance > CONSTANT * squares
+        variances *= variance
+    return np.where(defined, product / np.sqrt(np.where(defined, variances, 1)), 0.0)
 
 
 def _spread(replicates: Sequence[float] | Float[np.ndarray, " resample"]) -> float:

@@ -22,8 +22,9 @@ from jostle.evaluate.metrics import (
     Detection,
     Measured,
     Removal,
-    lds,
+    lds_of,
     mislabel_detection,
+    predicted_losses,
     removal,
     repeatability,
     self_influence,
@@ -161,22 +162,19 @@ def compare(
             blind["BM25"] = bm25(*texts)
     for name in filter(blind.__contains__, scores):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
-    rows = []
-    for name, given in {**scores, **blind}.items():
-        per_subset = None
-        per_query = lds(bank, given, bootstrap=bootstrap, seed=seed)
-        if bank.subsets.kind == "random":
-            per_subset = lds(bank, given, per="subset", bootstrap=bootstrap, seed=seed)
-        rows.append(
-            Row(
-                name,
-                name in blind,
-                per_query,
-                per_subset,
-                (seconds or {}).get(name),
-                (mislabels or {}).get(name),
-            )
-        )
+    named = {**scores, **blind}
+    for given in named.values():
+        bank.check(given)
+    predictions = [predicted_losses(bank, given) for given in named.values()]
+    losses = bank.values()
+    per_query = lds_of(predictions, losses, per="query", bootstrap=bootstrap, seed=seed)
+    per_subset: list[Measured | None] = [None] * len(named)
+    if bank.subsets.kind == "random":
+        per_subset = [*lds_of(predictions, losses, per="subset", bootstrap=bootstrap, seed=seed)]
+    rows = [
+        Row(name, name in blind, *found, (seconds or {}).get(name), (mislabels or {}).get(name))
+        for name, *found in zip(named, per_query, per_subset, strict=True)
+    ]
     return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank))
 
 
