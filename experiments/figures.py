@@ -12,6 +12,9 @@ import numpy as np
 from experiments.retraining import DAMPINGS, READ
 from jostle.diagnose.plots import CHAIN_COLOURS
 
+PALE = 0.35
+"""How much is seen of a line that not all seeds are in: seeds are easier and harder, so it may not be compared."""
+
 
 def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | None:
     """EK-FAC at whichever damping does best."""
@@ -41,7 +44,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     """LDS of every method against what the banks of a setting differ in; error bars over settings (seeds), or by
     bootstrap where there is one setting. Below it, seconds."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     settings = list(measured.values())
     banks = list(settings[0])
@@ -77,7 +80,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
             ]
             panel.errorbar(
                 places, [np.mean(group) for group in values], yerr=errors, label=label, color=colour, marker=marker,
-                linestyle=style, capsize=3, markersize=4,
+                linestyle=style, capsize=3, markersize=4, alpha=1 if seeds == len(settings) else PALE,
             )  # fmt: skip
         seconds = [row["seconds"] for _, row in rows if "seconds" in row]
         if seconds and name != "EK-FAC, best damping":  # which takes another one's factors
@@ -89,7 +92,10 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
         panel.grid(alpha=0.3)
     panels[2].set(xlabel="seconds, all included", title="time")
     panels[2].set_xscale("log")
-    panels[2].xaxis.set_minor_formatter(NullFormatter())
+    panels[2].xaxis.set(
+        major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=StrMethodFormatter("{x:g}"),
+        minor_formatter=NullFormatter(),
+    )  # fmt: skip
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

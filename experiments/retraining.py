@@ -370,7 +370,8 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
         name: job
         for name, job in setting.jobs(work, budget).items()
         if not all(
-            {name, f"{name}, covariance", f"{name}, correlation", f"{name}, covariance{READ}"} & measured[bank]["methods"].keys()
+            {name, f"{name}, covariance", f"{name}, correlation", f"{name}, covariance{READ}"}
+            & measured[bank]["methods"].keys()
             for bank in setting.banks
         )
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,9 +22,11 @@ from jostle.attributors import exact_influence, gradient_similarity, query_diffi
 from jostle.errors import RetrainingFailedWarning
 from jostle.evaluate import (
     Bank,
+    compare,
     lds,
     leave_one_out,
     leave_one_out_correlation,
+    metrics,
     mislabel_detection,
     random_subsets,
     removal,
@@ -73,6 +76,46 @@ def test_lds_is_the_mean_of_scipys_correlations(tmp_path: Path) -> None:
     np.testing.assert_allclose(lds(bank, truth).each, by_query, rtol=1e-5)
     assert lds(bank, truth, per="query").value == pytest.approx(np.mean(by_query), rel=1e-5)
     assert lds(bank, truth, per="subset").value == pytest.approx(np.mean(by_subset), rel=1e-5)
+
+
+def test_a_resampled_correlation_is_that_of_columns_taken_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    left, right = generator.normal(size=(2, 9, 30))
+    right += left + 1e4  # far from 0, where squares less squares lose digits
+    weights, counts = (generator.multinomial(n, np.full(n, 1 / n), size=5).T.astype(float) for n in (30, 9))
+    weights[:, 4] = 0
+    weights[3, 4] = 30  # one column alone: nothing varies
+    left[7] = 0.1  # whose mean is not 0.1 to the last digit
+    found = metrics.correlations(left, right, weights)
+    for row, resample in itertools.product(range(9), range(4)):
+        often = weights[:, resample].astype(int)
+        pair = np.repeat(left[row], often), np.repeat(right[row], often)
+        assert found[row, resample] == pytest.approx(0.0 if row == 7 else np.corrcoef(*pair)[0, 1], rel=1e-7)
+    assert not found[:, 4].any()
+    assert not found[7].any()
+    monkeypatch.setattr(metrics, "ROWS_AT_ONCE", 4)
+    means = metrics._resampled_mean(left, right, weights, counts)
+    np.testing.assert_allclose(means, (found * counts).sum(0) / counts.sum(0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_methods_are_measured_together_as_each_by_itself(
+    tmp_path: Path, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, seeds=seeds)
+    noisy = truth.values + 2 * np.random.default_rng(5).normal(size=truth.values.shape)
+    noisy[:, 3] = 0.1  # a query of which nothing is known
+    given = {"truth": truth, "noisy": Scores(values=noisy, method="noisy")}
+    by_itself = {
+        name: [lds(bank, one, per=per, bootstrap=20) for per in ("query", "subset")] for name, one in given.items()
+    }
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 8 * QUERIES * 7)  # several blocks of training examples
+    for row in compare(bank, given, controls=False, bootstrap=20).rows:
+        for together, alone in zip((row.per_query, row.per_subset), by_itself[row.method], strict=True):
+            assert together is not None
+            np.testing.assert_allclose(together.each, alone.each, rtol=1e-9)
+            np.testing.assert_allclose(together.replicates, alone.replicates, rtol=1e-9)
+    assert by_itself["noisy"][0].each[3] == 0
 
 
 def test_controls_tell_the_two_definitions_apart(tmp_path: Path) -> None:

@@ -172,8 +172,8 @@ def compare(
     if bank.subsets.kind == "random":
         per_subset = [*lds_of(predictions, losses, per="subset", bootstrap=bootstrap, seed=seed)]
     rows = [
-        Row(name, name in blind, *found, (seconds or {}).get(name), (mislabels or {}).get(name))
-        for name, *found in zip(named, per_query, per_subset, strict=True)
+        Row(name, name in blind, headline, papers, (seconds or {}).get(name), (mislabels or {}).get(name))
+        for name, headline, papers in zip(named, per_query, per_subset, strict=True)
     ]
     return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank))
 
