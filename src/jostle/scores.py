@@ -151,9 +151,12 @@ class Scores:
                 f"nothing is left of scores drawn toward {steady.method}: {told}", EstimateWarning, stacklevel=2
             )
         about = {"method": steady.method, "weights": {"steady": a, "own": b}, "share_of_noise": noise / squares}
+        values = steady.values * np.float32(a)
+        for mixed, own in zip(values, self.values, strict=True):  # there may be no room for a copy
+            mixed += np.float32(b) * own
         return replace(
             self,
-            values=(np.float32(a) * steady.values + np.float32(b) * self.values),
+            values=values,
             method=f"{self.method}, toward {steady.method}",
             standard_error=None,
             degrees_of_freedom=None,
