@@ -240,15 +240,15 @@ def settings_of(
             sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
-            keep=arguments.keep, labels=arguments.labels,
-            label_seeds=arguments.label_seeds,
+            keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
+            read_at=arguments.read_at, only=arguments.only,
         )  # fmt: skip
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of("cifar10_retraining", "LDS on CIFAR-10 with ResNet-9, as in the paper.", methods=METHODS)
     add_retraining(
-        parser, queries=10_000, retrain=[0.1, 0.3, 0.5, 0.7], retrain_seeds=1, ekfac_repeats=2, scoring_batch=512
+        parser, queries=10_000, retrain=[0.1, 0.3, 0.5, 0.7], retrain_seeds=1, ekfac_repeats=2, scoring_batch=1_000
     )
     parser.add_argument("--data", type=Path, required=True, help="the official binary batches, or an .npz")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="repeat everything")

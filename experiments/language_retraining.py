@@ -272,15 +272,18 @@ def setting_of(
         recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
-        keep=arguments.keep, labels=arguments.labels,
-        label_seeds=arguments.label_seeds, read_at=(10.0, 30.0, 100.0), adam=adam,
+        keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
+        read_at=arguments.read_at, only=arguments.only, adam=adam,
     )  # fmt: skip
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     description = "LDS of a language model that is fine-tuned on Wikipedia text."
     parser = parser_of("language_retraining", description, methods=METHODS)
-    add_retraining(parser, queries=256, retrain=[0.5], retrain_seeds=2, ekfac_repeats=3, scoring_batch=32)
+    add_retraining(
+        parser, queries=256, retrain=[0.5], retrain_seeds=2, ekfac_repeats=3, scoring_batch=32,
+        read_at=(10.0, 30.0, 100.0),
+    )  # fmt: skip
     parser.add_argument("--model", type=Path, required=True, help="a directory with a causal LM and its tokenizer")
     parser.add_argument("--wikipedia", type=Path, required=True, help='JSONL with "text", plain or .xz')
     parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=["strong", "paper"])

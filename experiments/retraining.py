@@ -127,6 +127,8 @@ class Setting:
     """Where models are trained by Adam or AdamW: how those of each bank are (`FirstOrder.kappa_of_training`)."""
     labels: int = LABELS
     label_seeds: int = 1
+    only: Sequence[str] = ()
+    """Jobs to run, and their order; all where there is none."""
 
     @property
     def first_order(self) -> str:
@@ -192,7 +194,9 @@ class Setting:
         jobs = dict(self.extra)
         for group in self.methods:
             jobs |= groups[group]
-        return jobs
+        for name in set(self.only) - jobs.keys():
+            raise SystemExit(f"there is no job {name!r}; there are: {'; '.join(jobs)}")
+        return {name: jobs[name] for name in self.only or jobs}
 
     def _first_order(self, work: Path, budget: Budget) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
@@ -518,8 +522,12 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
     parser.add_argument("--labels", type=int, default=LABELS, help="drawn for every example, for the first order")
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
+    parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed"
+    )
     add_keep(parser)
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**{"read_at": (READ_AT,), **defaults})
 
 
 def add_keep(parser: argparse.ArgumentParser) -> None:

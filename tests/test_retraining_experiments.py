@@ -116,6 +116,20 @@ def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> N
     assert (tmp_path / "lds.png").stat().st_size > 10_000
 
 
+def test_some_jobs_are_chosen_by_name(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    some = replace(setting(bank, 100), only=("BIF small", "TRAK"), read_at=())
+    run(some, tmp_path / "work", record, Budget(10))
+    methods = list(record.content["measured"]["all"]["0.5"]["methods"])
+    assert methods[3:] == ["BIF small, covariance", "BIF small, correlation", "TRAK"]
+    before = (tmp_path / "record.json").read_bytes()
+    run(some, tmp_path / "elsewhere", record, Budget(-1))  # nothing is left to do
+    assert (tmp_path / "record.json").read_bytes() == before
+    with pytest.raises(SystemExit, match="no job 'TRACK'; there are: GradSim; gradient cosine; TRAK; BIF small"):
+        run(replace(some, only=("TRACK",)), tmp_path / "work", record, Budget(10))
+
+
 def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> None:
     record = Record(tmp_path / "record.json", {})
     bank = filled(tmp_path, record, Budget(10))
