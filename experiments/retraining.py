@@ -523,9 +523,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--labels", type=int, default=LABELS, help="drawn for every example, for the first order")
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
-    parser.add_argument(
-        "--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed"
-    )
+    parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)
     parser.set_defaults(**{"read_at": (READ_AT,), **defaults})
 
