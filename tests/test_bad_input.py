@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import jostle
 from conftest import Says
+from jostle.errors import EstimateWarning
 from jostle.runs.layout import write_manifest
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
@@ -441,6 +442,14 @@ def test_questions_a_run_cannot_answer() -> None:
         _ = small.traces
     with pytest.raises(jostle.InputError, match=r"^centering: got 'chain', expected 'pooled' or 'within'"):
         small.influence(centering="chain")  # type: ignore[arg-type]
+
+
+def test_a_warning_names_the_line_that_called() -> None:
+    run = jostle.attribute(model(), (X, Y), (X[:2], Y[:2]), draws=3, chains=2, progress=False)
+    for ask in (run.influence, run.top):  # one warns at once, one by way of the other
+        with pytest.warns(EstimateWarning, match="standard errors rest on only") as told:
+            ask(standard_error=True)
+        assert {warning.filename for warning in told} == {__file__}
 
 
 def test_what_is_shown_may_come_later(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from pathlib import Path
 
 
@@ -58,3 +60,11 @@ class EstimateWarning(JostleWarning):
 
 class RetrainingFailedWarning(JostleWarning):
     """A model could not be trained again on some subset; the others were."""
+
+
+def warn(message: str, kind: type[JostleWarning]) -> None:
+    """Warn of the line that called Jostle, however many of its own lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jostle":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, kind, stacklevel=level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import numbers
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Float
 
-from jostle.errors import EstimateWarning, InputError, require_folder
+from jostle.errors import EstimateWarning, InputError, require_folder, warn
 
 FORMAT = 1
 
@@ -147,9 +146,7 @@ class Scores:
             raise InputError("scores", got=got, expected="scores that are more than noise", fix="take more draws")
         if not b:
             told = "there is no more in them than noise and what those say; take more draws, or farther from w*"
-            warnings.warn(
-                f"nothing is left of scores drawn toward {steady.method}: {told}", EstimateWarning, stacklevel=2
-            )
+            warn(f"nothing is left of scores drawn toward {steady.method}: {told}", EstimateWarning)
         about = {"method": steady.method, "weights": {"steady": a, "own": b}, "share_of_noise": noise / squares}
         values = steady.values * np.float32(a)
         for mixed, own in zip(values, self.values, strict=True):  # there may be no room for a copy

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch import nn
 
 from jostle._version import __version__
 from jostle.data.datasets import Collate, Data
-from jostle.errors import InputError, RetrainingFailedWarning
+from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.subsets import Subsets
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -329,7 +328,7 @@ def retrain(
         else:
             bank.fail(outcome.subset, outcome.seed, failure)
     if bank.failures:
-        warnings.warn(bank.summary()["text"], RetrainingFailedWarning, stacklevel=2)
+        warn(bank.summary()["text"], RetrainingFailedWarning)
     return bank
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import numbers
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from jostle.conditioning import (
     supports,
 )
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
-from jostle.errors import ChainsFailedError, EstimateWarning, InputError
+from jostle.errors import ChainsFailedError, EstimateWarning, InputError, warn
 from jostle.estimate import (
     BUFFER_BYTES,
     Centering,
@@ -456,11 +455,7 @@ class Run:
             self._warned_of.add((on, kappa))
             says = "are too few to tell whether they support" if support is None else "hardly support"
             left = "" if support is None else f": noise leaves {support:.0%} of what it leaves of scores as sampled"
-            warnings.warn(
-                f"the draws {says} kappa={kappa:g}{left}; read with kappa='auto', or raise draws",
-                EstimateWarning,
-                stacklevel=3,
-            )
+            warn(f"the draws {says} kappa={kappa:g}{left}; read with kappa='auto', or raise draws", EstimateWarning)
         return float(kappa), {"kappa": float(kappa), "kappa_support": support}
 
     def _supports(self, kappa: Kappa, on: str | None = None) -> dict[float, float] | None:
@@ -501,7 +496,7 @@ class Run:
 
     def _scores(self, estimate: Estimate, normalize: bool, scale: float | None, provenance: dict[str, Any]) -> Scores:
         if estimate.remark is not None:
-            warnings.warn(estimate.remark, EstimateWarning, stacklevel=3)
+            warn(estimate.remark, EstimateWarning)
         values = np.negative(estimate.values, out=estimate.values)
         return Scores(
             values=values,

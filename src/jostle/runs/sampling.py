@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from jostle.chains.thinning import USUAL_THIN
 from jostle.config import Config, Criterion, Keep, Precision, describe
 from jostle.data.datasets import Collate, fingerprint_tensors, fingerprint_text
 from jostle.diagnose import in_python
-from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning
+from jostle.errors import ChainFailedWarning, ChainsFailedError, InputError, SamplerWarning, warn
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode
@@ -249,13 +248,13 @@ def attribute(
                     ) from error
                 job.finish(prepared_in)
     run = Run(directory)
-    _tell(run, warn=ranks.leads)
+    _tell(run, leads=ranks.leads)
     if progress and ranks.leads:
         say_at_the_end(lambda: in_python(run.diagnostics(support=False)["verdict"]["summary"]))
     return run
 
 
-def _tell(run: Run, *, warn: bool) -> None:
+def _tell(run: Run, *, leads: bool) -> None:
     """Warn of failed chains and of what the sampler remarks; raise where no chain is left."""
     failed = run.manifest["failed_chains"]
     if not len(run.healthy_chains):
@@ -264,14 +263,13 @@ def _tell(run: Run, *, warn: bool) -> None:
             f"{run.why_no_chain}, the first at step {first['step']} ({first['reason']}): lower "
             f"step_size or n_beta, or raise localization"
         )
-    if not warn:
+    if not leads:
         return
     for failure in failed:
-        warnings.warn(
+        warn(
             f"chain {failure['chain']} failed at step {failure['step']}: {failure['reason']}; it "
             f"{'and its mirror image are' if run.antithetic else 'is'} left out of every estimate",
             ChainFailedWarning,
-            stacklevel=3,
         )
     for remark in run.manifest["remarks"]:
-        warnings.warn(remark, SamplerWarning, stacklevel=3)
+        warn(remark, SamplerWarning)
