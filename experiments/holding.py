@@ -13,10 +13,11 @@ it stood.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from experiments import cifar10_retraining, reading, resolution
 from experiments.kept import mean_losses
 from experiments.resolution import SUBSETS, halves, lds_over_queries, model_at
 from experiments.retraining import Budget, Record, measure_each
-from jostle.attributors import ekfac, gradient_similarity
+from jostle.attributors import FirstOrder, ekfac, gradient_similarity
 from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
 from jostle.data.datasets import Data
 from jostle.diagnose.plots import CHAIN_COLOURS
@@ -44,6 +45,10 @@ from jostle.models.weights import MovingWeights
 KAPPAS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 PARTS = (40, 100, 400, 1_600)
 CHAINS, RISE = 4, 0.3
+DAMPINGS = (1e-8, 1e-4, 1e-2)
+LABELS = 2
+SHOWN = {"0": 0.9, "3": 0.65, "30": 0.35, "100": 0.1}
+"""Which κ of the first order a figure has room for, and their tones."""
 STEPS = (1, 4, 16, 64, 256, 1_024)
 """Of retraining from the warm start, each with its bank."""
 
@@ -57,6 +62,8 @@ class Subject(NamedTuple):
     loss: Loss
     banks: Mapping[str, Bank]
     batch_size: int
+    total_rates: Mapping[str, float] | None = None
+    """Of each bank's training (`FirstOrder.kappa_of_training`), where all of it is known."""
 
 
 def as_before(name: str) -> Callable[[Path, Record, Budget], Subject]:
@@ -106,22 +113,33 @@ class FromWarmStart:
 
     def fit(self, starts: Tensor, examples: Any, subsets: list[np.ndarray], steps: int) -> Tensor:
         """Nesterov's momentum from each row of weights on its own subset, with a learning rate that falls to 0."""
-        weights, data, batch = nn.Parameter(starts.clone()), Data(examples, "train"), self.BATCH
-        optimizer = torch.optim.SGD([weights], lr=self._rate, momentum=self.MOMENTUM, nesterov=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        data, batch = Data(examples, "train"), self.BATCH
         generator = np.random.default_rng(0)
         orders = [np.empty(0, int) for _ in subsets]
-        for _ in range(steps):
+
+        def gradient(weights: Tensor) -> Tensor:
+            nonlocal orders
             for row, subset in enumerate(subsets):
                 if len(orders[row]) < batch:
                     orders[row] = np.concatenate([orders[row], generator.permutation(subset)])
-            weights.grad = self._many.mean_loss_gradient(
-                self.loss, weights.detach(), data, [order[:batch] for order in orders]
-            )
-            orders = [order[batch:] for order in orders]
+            now, orders = [order[:batch] for order in orders], [order[batch:] for order in orders]
+            return self._many.mean_loss_gradient(self.loss, weights, data, now)
+
+        return self._descend(starts, gradient, steps)
+
+    def _descend(self, starts: Tensor, gradient: Callable[[Tensor], Tensor], steps: int) -> Tensor:
+        weights = nn.Parameter(starts.clone())
+        optimizer = torch.optim.SGD([weights], lr=self._rate, momentum=self.MOMENTUM, nesterov=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        for _ in range(steps):
+            weights.grad = gradient(weights.detach())
             optimizer.step()
             schedule.step()
         return weights.detach()
+
+    def total_rate(self, steps: int) -> float:
+        """How far a gradient of 1 leads: the learning rates of all steps, with what momentum has made of them."""
+        return -self._descend(torch.zeros(1), torch.ones_like, steps).item()
 
     def model(self, weights: Tensor) -> nn.Module:
         return model_at(weights, self._template, self._moving)
@@ -140,9 +158,10 @@ class FromWarmStart:
         return bank
 
     def __call__(self, work: Path, record: Record, budget: Budget) -> Subject:
-        banks = {}
+        banks, rates = {}, {}
         for steps, share in itertools.product(self._steps, self._shares):
             key = f"{steps} steps" + ("" if share == 0.5 else f" on {share:g}")
+            rates[key] = self.total_rate(steps)
             banks[key] = self.bank(work / f"bank-{key.replace(' ', '-').removesuffix('-steps')}", steps, share)
             print(f"  {key}: {banks[key].values().mean():.3f} nats", flush=True)
         model = self.model(self.fit(self._warm, self._everything, [np.arange(len(self._everything[1]))], self._long)[0])
@@ -151,7 +170,7 @@ class FromWarmStart:
                 logits = model(X)
             correct = (logits.argmax(1) == y).float().mean()
             print(f"  {name}: {nn.functional.cross_entropy(logits, y):.3f} nats, accuracy {correct:.2f}", flush=True)
-        return Subject(model, self.train, self.query, self.loss, banks, 100)
+        return Subject(model, self.train, self.query, self.loss, banks, 100, rates)
 
 
 def warm_digits(make: Callable[[], nn.Module]) -> FromWarmStart:
@@ -169,7 +188,9 @@ def small_convolutional() -> nn.Module:
     )  # fmt: skip
 
 
-def warm_cifar(path: Path | None) -> FromWarmStart:
+def warm_cifar(
+    path: Path | None, steps: Sequence[int] = (1, 4, 16), shares: Sequence[float] = (0.5, 0.1)
+) -> FromWarmStart:
     """`experiments.cifar10_retraining` in small: the same shares of images of half the size; 26,000 weights."""
     if path is None:
         raise jostle.InputError("data", got="nothing", expected="CIFAR-10's binary batches", fix="name their directory")
@@ -179,15 +200,17 @@ def warm_cifar(path: Path | None) -> FromWarmStart:
     X = (X - X.mean((0, 2, 3), keepdim=True)) / X.std((0, 2, 3), keepdim=True)
     return FromWarmStart(
         small_convolutional, X, torch.from_numpy(labels[order]), (500, 10_000, 1_000, 300), rate=0.05, long=1_000,
-        steps=(1, 4, 16), shares=(0.5, 0.1),
+        steps=steps, shares=shares,
     )  # fmt: skip
 
 
+LONGER = "CIFAR-10 from a warm start for longer"
 WARM: dict[str, Callable[[Path | None], FromWarmStart]] = {
     "mlp from a warm start": lambda data: warm_digits(
         lambda: nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
     ),
     "CIFAR-10 from a warm start": warm_cifar,
+    LONGER: lambda data: warm_cifar(data, STEPS[:5], (0.5,)),
 }
 SUBJECTS: dict[str, Callable[[Path | None], Callable[[Path, Record, Budget], Subject]]] = {
     **{name: lambda data, name=name: as_before(name) for name in reading.CASES},
@@ -265,6 +288,29 @@ def spectrum(held: np.ndarray) -> dict[str, float]:
     return {"effective_directions": float(sizes.sum() ** 2 / (sizes**2).sum()), "largest": sizes[-1] / sizes.sum()}
 
 
+def baselines(subject: Subject) -> Iterator[tuple[str, Mapping[str, jostle.Scores]]]:
+    """What takes no draws, by name, with the scores for each bank: they differ where they know how it was trained."""
+    given: Any = {"model": subject.model, "train": subject.train, "query": subject.query, "loss": subject.loss}
+
+    def same(scores: jostle.Scores) -> dict[str, jostle.Scores]:
+        return dict.fromkeys(subject.banks, scores)
+
+    yield "gradient similarity", same(gradient_similarity(**given))
+    yield "gradient cosine", same(gradient_similarity(**given, cosine=True))
+    yield "EK-FAC", same(ekfac(**given))
+    for damping in DAMPINGS:
+        yield f"EK-FAC, damping {damping:g}", same(ekfac(**given, damping=damping))
+    if subject.total_rates is not None:
+        limit = FirstOrder(**given, labels=LABELS)
+        told = {key: limit.kappa_of_training(rate) for key, rate in subject.total_rates.items()}
+        print(f"  κ of the training: { {key: round(kappa, 2) for key, kappa in told.items()} }", flush=True)
+        for kind in ("covariance", "correlation"):
+            read = functools.partial(limit.influence, normalize=kind == "correlation")
+            for kappa in KAPPAS:
+                yield f"first order, {kind}, κ = {kappa:g}", same(read(kappa=kappa))
+            yield f"first order, {kind}, κ of the training", {key: read(kappa=kappa) for key, kappa in told.items()}
+
+
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int, data: Path | None = None) -> None:
     """Whatever the record lacks of one model."""
     kept = record.content["measured"].setdefault(name, {"parts": {}, "baselines": {}})
@@ -282,17 +328,12 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
     kept |= {"weights": sum(value.numel() for value in subject.model.parameters()), "train": first.about["train"],
              "queries": first.about["queries"], "spectrum": spectrum(losses[-1])}  # fmt: skip
     if name in WARM or name == "wide mlp":
-        given = (subject.model, subject.train, subject.query)
-        for method, scores in (
-            ("gradient similarity", lambda: gradient_similarity(*given, loss=subject.loss)),
-            ("EK-FAC", lambda: ekfac(*given, loss=subject.loss)),
-        ):
-            found = scores()
-            kept["baselines"][method] = {key: lds_over_queries(bank, found) for key, bank in subject.banks.items()}
-            print(
-                f"{name}: {method} { {k: round(v['lds'], 3) for k, v in kept['baselines'][method].items()} }",
-                flush=True,
-            )
+        for method, found in baselines(subject):
+            cells = {key: lds_over_queries(bank, found[key]) for key, bank in subject.banks.items()}
+            for key, cell in cells.items() if method.endswith("of the training") else ():
+                cell["kappa"] = found[key].provenance["kappa"]
+            kept["baselines"][method] = cells
+            print(f"{name}: {method} { {key: round(cell['lds'], 3) for key, cell in cells.items()} }", flush=True)
     fingerprints = {side: first.about["fingerprints"][side] for side in ("train", "query")}
     for part in wanted:
         table = read([trace[:, : part // CHAINS] for trace in losses], subject.banks, fingerprints)
@@ -364,11 +405,12 @@ def markdown(measured: Mapping[str, Any], kind: str) -> str:
 
 
 def draw(measured: Mapping[str, Any], path: Path) -> None:
-    """What κ = 10 adds, against how far the draws support it; and against how long was retrained."""
+    """What κ = 10 adds, against how far the draws support it; and against how long was retrained, as does all else."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(15, 4.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     marks = dict(zip(GROUPS, ("o", "s", "^", "v"), strict=True))
     for colour, (group, names) in zip(CHAIN_COLOURS, GROUPS.items(), strict=False):
         rows = [row for row in gains(measured, "covariance") if row["name"] in names]
@@ -377,28 +419,42 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
             color=colour, label=group, markersize=5, alpha=0.8,
         )  # fmt: skip
     left.axvline(LEAST_SUPPORT, color="0.4", linestyle=":")
-    left.set_xlabel("support of κ = 10 by the draws")
-    left.set_ylabel("change of the LDS from κ = 0 to 10, relative")
-    left.legend(fontsize=8)
+    left.set(xlabel="support of κ = 10 by the draws", ylabel="change of the LDS from κ = 0 to 10, relative")
     lines = [("mlp from a warm start", 400), ("mlp from a warm start", 1_600), ("CIFAR-10 from a warm start", 400)]
-    for colour, (name, part) in zip(CHAIN_COLOURS, lines, strict=False):
+    for colour, (name, part) in zip(CHAIN_COLOURS, [*lines, (LONGER, 1_600)], strict=False):
         rows = [row for row in gains(measured, "correlation") if (row["name"], row["draws"]) == (name, part)]
         rows = [row for row in rows if row["bank"].endswith("steps")]
-        if not rows:
-            continue
-        steps = [int(row["bank"].split()[0]) for row in rows]
-        changes = [row["gain"][10.0] / row["lds"] for row in rows]
-        right.plot(steps, changes, "o-", color=colour, label=f"{name}, {part:,} draws", markersize=4)
-    right.set_xscale("log")
-    right.set_xlabel("steps of retraining from the warm start")
-    right.set_ylabel("the same, of correlations")
-    if right.lines:
-        right.legend(fontsize=8)
-    for axes in (left, right):
+        if rows:
+            changes = [row["gain"][10.0] / row["lds"] for row in rows]
+            middle.plot(_steps(rows), changes, "o-", color=colour, label=f"{name}, {part:,} draws", markersize=4)
+    middle.set(ylabel="the same, of correlations")
+    lines = {"gradient similarity": "0.6", "EK-FAC": "#E69F00", "EK-FAC, damping 0.01": "#D55E00"}
+    lines |= {f"first order, correlation, κ = {kappa}": f"{tone:.2f}" for kappa, tone in SHOWN.items()}
+    lines["first order, correlation, κ of the training"] = "black"
+    without_draws = measured.get(LONGER, {"baselines": {}})["baselines"]
+    for name, colour in lines.items() if without_draws else ():
+        ours, found = name.startswith("first order"), without_draws[name]
+        right.plot(
+            _steps([{"bank": bank} for bank in found]), [cell["lds"] for cell in found.values()],
+            ":" if colour == "black" else "o-" if ours else "s--",
+            color=colormaps["viridis"](float(colour)) if ours and colour != "black" else colour,
+            label=name.replace(", correlation", ""), markersize=4,
+        )  # fmt: skip
+    right.set(ylabel="LDS, CIFAR-10 in small, without draws")
+    for axes in (middle, right):
+        axes.set(xlabel="steps of retraining from the warm start", xscale="log")
+    for axes in (left, middle):
         axes.axhline(0, color="0.4", linewidth=0.8)
+    for axes in (left, middle, right):
         axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, loc="best" if axes is left else "lower center" if axes is right else "upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [int(row["bank"].split()[0]) for row in rows]
 
 
 def main() -> None:

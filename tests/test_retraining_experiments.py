@@ -454,3 +454,5 @@ def test_one_step_of_retraining_from_the_warm_start() -> None:
         logits = warm.train[0][subset] @ weight.T + bias
         gradient = torch.autograd.grad(nn.functional.cross_entropy(logits, warm.train[1][subset]), weights)[0]
         torch.testing.assert_close(end, start - 0.1 * 1.85 * gradient, rtol=1e-4, atol=1e-6)
+    assert warm.total_rate(1) == pytest.approx(0.1 * 1.85)
+    assert warm.total_rate(1_000) == pytest.approx(0.1 * 500.5 / 0.15, rel=0.02)
