@@ -64,6 +64,7 @@ class Subject(NamedTuple):
     batch_size: int
     total_rates: Mapping[str, float] | None = None
     """Of each bank's training (`FirstOrder.kappa_of_training`), where all of it is known."""
+    start: nn.Module | None = None
 
 
 def as_before(name: str) -> Callable[[Path, Record, Budget], Subject]:
@@ -170,7 +171,7 @@ class FromWarmStart:
                 logits = model(X)
             correct = (logits.argmax(1) == y).float().mean()
             print(f"  {name}: {nn.functional.cross_entropy(logits, y):.3f} nats, accuracy {correct:.2f}", flush=True)
-        return Subject(model, self.train, self.query, self.loss, banks, 100, rates)
+        return Subject(model, self.train, self.query, self.loss, banks, 100, rates, self.model(self._warm[0]))
 
 
 def warm_digits(make: Callable[[], nn.Module]) -> FromWarmStart:
@@ -301,7 +302,7 @@ def baselines(subject: Subject) -> Iterator[tuple[str, Mapping[str, jostle.Score
     for damping in DAMPINGS:
         yield f"EK-FAC, damping {damping:g}", same(ekfac(**given, damping=damping))
     if subject.total_rates is not None:
-        limit = FirstOrder(**given, labels=LABELS)
+        limit = FirstOrder(**given, labels=LABELS, start=subject.start)
         told = {key: limit.kappa_of_training(rate) for key, rate in subject.total_rates.items()}
         print(f"  κ of the training: { {key: round(kappa, 2) for key, kappa in told.items()} }", flush=True)
         for kind in ("covariance", "correlation"):
@@ -314,28 +315,32 @@ def baselines(subject: Subject) -> Iterator[tuple[str, Mapping[str, jostle.Score
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int, data: Path | None = None) -> None:
     """Whatever the record lacks of one model."""
     kept = record.content["measured"].setdefault(name, {"parts": {}, "baselines": {}})
-    wanted = [part for part in PARTS if part <= draws]
-    if all(str(part) in kept["parts"] for part in wanted):
+    missing = any(str(part) not in kept["parts"] for part in PARTS if part <= draws)
+    compared = name not in (*WARM, "wide mlp") or "gradient cosine" in kept["baselines"]
+    if compared and not missing:
         return
     budget.check()
     started = time.process_time()
     directory = work / name.replace(" ", "_")
     subject = SUBJECTS[name](data)(directory, record, budget)
     print(f"{name}: banks ready, {time.process_time() - started:.0f} s", flush=True)
-    losses = losses_of(subject, directory / f"draws-{draws}.npz", draws)
-    print(f"{name}: draws ready, {time.process_time() - started:.0f} s", flush=True)
     first = next(iter(subject.banks.values()))
-    kept |= {"weights": sum(value.numel() for value in subject.model.parameters()), "train": first.about["train"],
-             "queries": first.about["queries"], "spectrum": spectrum(losses[-1])}  # fmt: skip
-    if name in WARM or name == "wide mlp":
+    if not compared:
         for method, found in baselines(subject):
             cells = {key: lds_over_queries(bank, found[key]) for key, bank in subject.banks.items()}
             for key, cell in cells.items() if method.endswith("of the training") else ():
                 cell["kappa"] = found[key].provenance["kappa"]
             kept["baselines"][method] = cells
             print(f"{name}: {method} { {key: round(cell['lds'], 3) for key, cell in cells.items()} }", flush=True)
+        record.write()
+    if not missing:
+        return
+    losses = losses_of(subject, directory / f"draws-{draws}.npz", draws)
+    print(f"{name}: draws ready, {time.process_time() - started:.0f} s", flush=True)
+    kept |= {"weights": sum(value.numel() for value in subject.model.parameters()), "train": first.about["train"],
+             "queries": first.about["queries"], "spectrum": spectrum(losses[-1])}  # fmt: skip
     fingerprints = {side: first.about["fingerprints"][side] for side in ("train", "query")}
-    for part in wanted:
+    for part in (part for part in PARTS if part <= draws):
         table = read([trace[:, : part // CHAINS] for trace in losses], subject.banks, fingerprints)
         kept["parts"][str(part)] = table
         record.write()

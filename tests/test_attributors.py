@@ -258,6 +258,42 @@ def test_kappa_of_training(metric: Literal["isotropic", "adam"], steps: float, w
         assert agreement(kappa) > max(agreement(kappa / 20), agreement(kappa * 20)) + 0.01
 
 
+@pytest.mark.parametrize("examples", [256, 60])
+def test_kappa_of_training_counts_the_curvature_where_it_begins(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the Fisher matrices of a logistic regression, at w* and where nothing is known yet."""
+    monkeypatch.setattr(first_order, "EXAMPLES", examples)
+    torch.manual_seed(1)
+    X, y = torch.randn(120, 4) * torch.tensor([2.0, 1.0, 0.5, 0.2]), torch.randint(0, 3, (120,))
+    model, start = (nn.Linear(4, 3, bias=False) for _ in range(2))
+    with torch.no_grad():
+        start.weight.mul_(0.1)
+
+    def fishers(network: nn.Module) -> np.ndarray:
+        """Of each example that is counted, as a row."""
+        chosen = X[np.linspace(0, 119, min(120, examples)).round()]
+        shares = network(chosen).softmax(1).detach()
+        spread = torch.diag_embed(shares) - shares[:, :, None] * shares[:, None]
+        outer = chosen[:, :, None] * chosen[:, None]
+        return torch.einsum("nab,nij->naibj", spread, outer).flatten(1).double().numpy()
+
+    with torch.no_grad():
+        model.weight.mul_(6)  # sure of itself: less curvature, and in other directions
+    ours, begin = fishers(model), fishers(start)
+    different = 1 - np.eye(len(ours))
+    expected = (begin @ ours.T * different).sum() / (ours @ ours.T * different).sum()
+    given: Any = {"train": (X, y), "query": (X[:3], y[:3]), "labels": 16}
+    at_optimum = FirstOrder(model, **given)
+    kappa = FirstOrder(model, **given, start=start).kappa_of_training(2.0, weight_decay=0.1)
+    assert kappa / at_optimum.kappa_of_training(2.0, weight_decay=0.1) == pytest.approx(expected, rel=0.1)
+    assert expected > 1.5
+    same = FirstOrder(model, **given, start=copy.deepcopy(model))
+    assert same.kappa_of_training(2.0) == pytest.approx(at_optimum.kappa_of_training(2.0), rel=1e-5)
+    with pytest.raises(jostle.InputError, match="start: got a model with other weights"):
+        FirstOrder(model, **given, start=nn.Linear(4, 3))
+    with pytest.raises(jostle.InputError, match="start: got labels=0"):
+        FirstOrder(model, **{**given, "labels": 0}, start=start)
+
+
 def test_draws_near_the_checkpoint_tend_to_the_first_order() -> None:
     """Both as they are and read at κ = 10, to their Monte Carlo error; farther away there is more than that."""
     model = classifier()

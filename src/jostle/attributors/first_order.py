@@ -55,6 +55,9 @@ from jostle.scores import Scores
 KAPPA = 100.0
 """The best of six, or level with it, for the five models that it was tried on (docs/reading.md)."""
 
+EXAMPLES = 256
+"""By which the curvature where training begins is compared with that of w*."""
+
 TOGETHER = 8
 """Examples whose labels are drawn at once, and whose tokens are counted."""
 
@@ -105,6 +108,8 @@ class FirstOrder:
         seed: of the labels.
         metric: "isotropic", all weights alike, or "adam", each as far as Adam would move it: for what is trained again
             by Adam or AdamW.
+        start: the model from which it is trained again, where that is not w*: `kappa_of_training` then counts the
+            curvature that is there.
         rounded: round gradients to bfloat16 before they are multiplied, which on a GPU is many times as fast, and twice
             as many fit the buffer. Three digits of every number of a gradient are more than its labels are known to.
         buffer_bytes: what the gradients held at once may take.
@@ -123,6 +128,7 @@ class FirstOrder:
         labels: int = 4,
         seed: int = 0,
         metric: Metric = "isotropic",
+        start: nn.Module | None = None,
         rounded: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
         progress: bool = False,
@@ -154,6 +160,16 @@ class FirstOrder:
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, sets["train"]).to(found)
+            self._relative_curvature = 1.0
+            if start is not None and start is not model:
+                tell("the curvature where training begins")
+                there = MovingWeights(start, weights)
+                if (there.names, there.shapes) != (moving.names, moving.shapes):
+                    raise InputError("start", got="a model with other weights", expected="one with those of the model")
+                with eval_mode(start), InPlace(start, there) as begin:
+                    self._relative_curvature = _relative_curvature(
+                        begin, in_place, loss, sets["train"], drawn, seed, each.scale, buffer_bytes
+                    )
         self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
         self._about = {"labels": len(held), "seed": seed, "metric": metric, "rounded": rounded}
@@ -213,9 +229,13 @@ class FirstOrder:
     def kappa_of_training(self, total_rate: float, *, weight_decay: float = 0.0, batch_size: float = 1) -> float:
         """Return the κ that belongs to how the model is trained again.
 
+        Curvature is that of w*, or of ``start`` in the directions in which w* has its own: early in training there is
+        far less of it.
+
         Args:
             total_rate: the learning rates of all steps, summed; of SGD with momentum m, that divided by 1 − m (Adam's
-                own needs no such thing). Infinite for training to the end.
+                own needs no such thing), or less where that is not many steps: as far as a gradient of 1 would lead.
+                Infinite for training to the end.
             weight_decay: what each step takes off the weights, as a multiple of its learning rate: AdamW's and SGD's.
                 (That of `torch.optim.Adam` is divided by √v as gradients are, and holds less.)
             batch_size: examples in a step. It counts in the metric of Adam alone, whose steps are divided by the size
@@ -236,7 +256,7 @@ class FirstOrder:
         if not damping:
             got = "training to the end without weight decay"
             raise InputError("total_rate", got=got, expected="something that holds the weights")
-        curvature = _largest(self._held) / self._count
+        curvature = self._relative_curvature * _largest(self._held) / self._count
         return curvature * (math.sqrt(batch_size) if self._about["metric"] == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
@@ -320,6 +340,31 @@ def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) ->
         Data(range(len(data)), data.name, collate=partial(collate, number=number), device=model.device)
         for number in range(len(labels[0]))
     ]
+
+
+def _relative_curvature(
+    start: InPlace, model: InPlace, loss: Any, data: Data, labels: int, seed: int, scale: Tensor | None, buffer: int
+) -> float:
+    """ρ with which ρ·F comes nearest to the Fisher matrix F₀ of where training begins: ⟨F₀, F⟩/⟨F, F⟩.
+
+    Of some examples, and of the products of different ones alone: an example's own labels are not independent.
+    """
+    if not labels:
+        expected = "labels of the model: they show its curvature"
+        raise InputError("start", got="labels=0, or a loss of which none can be drawn", expected=expected)
+    places = np.linspace(0, len(data) - 1, min(len(data), EXAMPLES)).round().astype(int)
+    few = Data(range(len(places)), data.name, collate=lambda chosen: data.batch(places[chosen]), device=model.device)
+    sides = []
+    for place in (start, model):
+        each = PerExample(place, loss, buffer)
+        each.scale = scale
+        sides.append(Gradients([(each, drawn) for drawn in _relabelled(place, loss, few, labels, seed)]))
+    lengths = _lengths(model, loss, few).numpy()
+    counted = np.tile(np.outer(lengths, lengths) * (1 - np.eye(len(places))), (labels, labels))
+    across, own = (float((products(side, sides[1], buffer) ** 2 * counted).sum()) for side in sides)
+    if not own:
+        raise InputError("train", got="gradients that have nothing in common", expected="several examples alike")
+    return across / own
 
 
 def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]:
