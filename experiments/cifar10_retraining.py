@@ -138,6 +138,26 @@ def optimizer_of(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(groups, momentum=MOMENTUM, nesterov=True)
 
 
+def schedule_of(steps: int) -> np.ndarray:
+    """Which part of its peak the learning rate has at each step."""
+    return np.interp(np.arange(steps), [0, max(1, int(0.23 * steps)), steps], [0.2, 1.0, 0.07])
+
+
+def steps_of(images: int, epochs: int, batch_size: int = BATCH_SIZE) -> int:
+    return max(1, epochs * images // min(batch_size, images))
+
+
+def training_of(steps: int) -> dict[str, float]:
+    """What `FirstOrder.kappa_of_training` asks for: how far a gradient of 1 of the mean loss leads, and what holds."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=MOMENTUM, nesterov=True)
+    for factor in schedule_of(steps):
+        optimizer.param_groups[0]["lr"] = factor * LEARNING_RATE / PER_1024
+        weight.grad = torch.full((1,), float(BATCH_SIZE))
+        optimizer.step()
+    return {"total_rate": -weight.item(), "weight_decay": WEIGHT_DECAY / LEARNING_RATE}
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.SGD, data: tuple[Tensor, Tensor], seed: int, *, steps: int, batch_size: int
 ) -> None:
@@ -147,8 +167,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     model.train()
     order = torch.empty(0, dtype=torch.long)
-    schedule = np.interp(np.arange(steps), [0, max(1, int(0.23 * steps)), steps], [0.2, 1.0, 0.07])
-    for factor in schedule:
+    for factor in schedule_of(steps):
         while len(order) < batch_size:
             order = torch.cat([order, torch.randperm(len(y), generator=generator)])
         chosen, order = order[:batch_size].to(X.device), order[batch_size:]
@@ -182,6 +201,10 @@ class Retrainer:
         train(model, optimizer, self._images.warm_up, seed, steps=self._warm_up_steps, batch_size=size)
         return model, optimizer.state_dict()
 
+    def start(self, seed: int) -> nn.Module:
+        """What is trained again."""
+        return self._warm(1_000 * self._seed + seed)[0].eval()
+
     def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
         seed = 1_000 * self._seed + seed
         warm, state = self._warm(seed)
@@ -191,7 +214,7 @@ class Retrainer:
         chosen = torch.from_numpy(indices).to(self._data[1].device)
         data = self._data[0][chosen], self._data[1][chosen]
         size = min(self._batch_size, len(indices))
-        steps = max(1, self._epochs * len(indices) // size)
+        steps = steps_of(len(indices), self._epochs, self._batch_size)
         train(model, optimizer, data, seed, steps=steps, batch_size=size)
         return model
 
@@ -226,9 +249,10 @@ def settings_of(
         data = images.all[0][:count], images.all[1][:count]
         fingerprints = {"train": Data(data, "train").fingerprint(), "query": query_fingerprint}
         retrainer = Retrainer(images, data, seed, arguments.retrain_epochs, arguments.warm_up_steps)
-        banks = {}
+        banks, sgd = {}, {}
         for alpha in arguments.retrain:
             key = f"{alpha:g}"
+            sgd[key] = training_of(steps_of(round(alpha * count), arguments.retrain_epochs))
             banks[key] = fill(
                 work / f"bank-{share:g}-{alpha:g}",
                 random_subsets(count, arguments.subsets, share=alpha, seed=seed, independent=arguments.independent),
@@ -241,7 +265,7 @@ def settings_of(
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
-            read_at=arguments.read_at, only=arguments.only,
+            read_at=arguments.read_at, only=arguments.only, sgd=sgd, start=retrainer.start(seed=0),
         )  # fmt: skip
 
 

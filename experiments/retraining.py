@@ -125,6 +125,10 @@ class Setting:
     read_at: Sequence[float] = (READ_AT,)
     adam: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Where models are trained by Adam or AdamW: how those of each bank are (`FirstOrder.kappa_of_training`)."""
+    sgd: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The same where they are trained by SGD."""
+    start: nn.Module | None = None
+    """What they are trained again from, where that is not near the model."""
     labels: int = LABELS
     label_seeds: int = 1
     only: Sequence[str] = ()
@@ -204,22 +208,26 @@ class Setting:
         for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
             few = {**settings, "draws": 40 // settings["chains"]}
             runs[f"{self.first_order}, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
-        limit = self._limit(self.weights)
+        limit = self._limit(self.weights, start=self.start)
+        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT} | self._told(limit, self.sgd)
         return {
-            f"{name}, {kind}, read at κ = {kappa:g}": limit.influence(
+            f"{name}, {kind}, read at κ = {words}": limit.influence(
                 kappa=kappa, normalize=kind == "correlation", spread=run
             )
-            for (name, run), kappa, kind in itertools.product(
-                runs.items(), FIRST_ORDER_AT, ("covariance", "correlation")
+            for (name, run), (words, kappa), kind in itertools.product(
+                runs.items(), at.items(), ("covariance", "correlation")
             )
         }
+
+    def _told(self, limit: FirstOrder, trainings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """The κ that each bank's training says; without labels there is no curvature to tell it by."""
+        told = trainings if self.labels else {}
+        return {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in told.items()}
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
         """The same in the metric of Adam, also at the κ that each bank's training says."""
         limit = self._limit(weights, metric="adam", seed=seed)
-        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
-        told = self.adam if self.labels else {}  # without labels there is no curvature to tell it by
-        at |= {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in told.items()}
+        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT} | self._told(limit, self.adam)
         return {
             f"{name}, {kind}, read at κ = {words}": limit.influence(kappa=kappa, normalize=kind == "correlation")
             for (words, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
