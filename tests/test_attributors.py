@@ -290,6 +290,8 @@ def test_kappa_of_training_counts_the_curvature_where_it_begins(examples: int, m
     assert same.kappa_of_training(2.0) == pytest.approx(at_optimum.kappa_of_training(2.0), rel=1e-5)
     with pytest.raises(jostle.InputError, match="start: got a model with other weights"):
         FirstOrder(model, **given, start=nn.Linear(4, 3))
+    with pytest.raises(jostle.InputError, match="start: got a model on meta, expected one on cpu"):
+        FirstOrder(model, **given, start=nn.Linear(4, 3, bias=False, device="meta"))
     with pytest.raises(jostle.InputError, match="start: got labels=0"):
         FirstOrder(model, **{**given, "labels": 0}, start=start)
 

@@ -454,5 +454,7 @@ def test_one_step_of_retraining_from_the_warm_start() -> None:
         logits = warm.train[0][subset] @ weight.T + bias
         gradient = torch.autograd.grad(nn.functional.cross_entropy(logits, warm.train[1][subset]), weights)[0]
         torch.testing.assert_close(end, start - 0.1 * 1.85 * gradient, rtol=1e-4, atol=1e-6)
+    told = cifar10_retraining.training_of(1)  # a fifth of the peak, of which a step of 1,024 has 1/(1 + 1/0.15)
+    assert told == pytest.approx({"total_rate": 0.2 * 10 * 1.85 * 0.15 / 1.15, "weight_decay": 0.0153 / 10})
     assert warm.total_rate(1) == pytest.approx(0.1 * 1.85)
     assert warm.total_rate(1_000) == pytest.approx(0.1 * 500.5 / 0.15, rel=0.02)

@@ -163,6 +163,8 @@ class FirstOrder:
             self._relative_curvature = 1.0
             if start is not None and start is not model:
                 tell("the curvature where training begins")
+                for device in {value.device for value in start.parameters()} - {in_place.device}:
+                    raise InputError("start", got=f"a model on {device}", expected=f"one on {in_place.device}")
                 there = MovingWeights(start, weights)
                 if (there.names, there.shapes) != (moving.names, moving.shapes):
                     raise InputError("start", got="a model with other weights", expected="one with those of the model")
