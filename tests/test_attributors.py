@@ -461,13 +461,13 @@ def test_first_order_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         FirstOrder(nn.Linear(99, 3), train, query)
     with pytest.raises(jostle.InputError, match="'isotropic' or 'adam'"):
         FirstOrder(model, train, query, metric=cast(Any, "sgd"))
-    # Of 5 examples and 4 queries: 12·(9 + 5·labels)² + 32·(5·labels)² bytes.
+    # Of 5 examples and 4 queries, with h held: 8·(3h² + 5h + 8·(h + 5)) + 4·(h + 4)·(h + 9) bytes.
     train, query = examples(5, 1), examples(4, 2)
-    for room, said in ((14_111, "labels=2, or score fewer"), (7_531, "labels=1, or score fewer"), (1, "; score fewer")):
+    for room, said in ((9_103, "labels=2, or score fewer"), (4_823, "labels=1, or score fewer"), (1, "; score fewer")):
         monkeypatch.setattr(first_order, "_memory", lambda device, room=room: room)
         with pytest.raises(jostle.InputError, match=rf"labels: got 3 for each of 5 examples, with 4 queries.*{said}"):
             FirstOrder(model, train, query, labels=3)
-    monkeypatch.setattr(first_order, "_memory", lambda device: 14_112)
+    monkeypatch.setattr(first_order, "_memory", lambda device: 9_104)
     FirstOrder(model, train, query, labels=3)
 
 

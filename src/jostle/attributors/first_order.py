@@ -64,6 +64,9 @@ TOGETHER = 8
 ADAM_STABILIZER = 1e-8
 """What Adam adds to √v: a weight whose gradients are smaller hardly moves."""
 
+SOLVED = 4096
+"""Examples whose equations are solved at once."""
+
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
 
@@ -153,13 +156,15 @@ class FirstOrder:
                 each.scale = _adam(each, sets["train"])
             tell("drawing labels")
             held = _relabelled(in_place, loss, sets["train"], labels, seed)
-            # Of all at once, so that where they fit the buffer each gradient is taken once.
-            gradients = Gradients([(each, data) for data in (*sets.values(), *held)])
-            found = products(gradients, gradients, buffer_bytes, rounded=rounded, tell=tell)
-            found = torch.from_numpy(found).to(in_place.device, torch.float64)
+            # In one call, so that where they fit the buffer each gradient is taken once. Of the training examples with
+            # each other none are needed where labels are held.
+            kept = [(each, data) for data in (*(held or [sets["train"]]), sets["query"])]
+            rest = [(each, sets["train"])] if held else []
+            left, right = (Gradients(parts, rounded=rounded) for parts in (kept, kept + rest))
+            found = torch.from_numpy(products(left, right, buffer_bytes, tell=tell))
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
-            lengths = _lengths(in_place, loss, sets["train"]).to(found)
+            lengths = _lengths(in_place, loss, sets["train"]).to(in_place.device, torch.float64)
             self._relative_curvature = 1.0
             if start is not None and start is not model:
                 tell("the curvature where training begins")
@@ -175,14 +180,19 @@ class FirstOrder:
         self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
         self._about = {"labels": len(held), "seed": seed, "metric": metric, "rounded": rounded}
-        asked = slice(count, count + len(sets["query"]))
-        holding = slice(asked.stop, None) if held else slice(0, count)
+        held_count = max(1, len(held)) * count
+        holding, asked = slice(held_count), slice(held_count, len(left))
+        trained = slice(len(left), None) if held else holding
+        # In double precision, and part by part: all of them at once would be several times as many.
+        scores, across, own_asked, own = (
+            found[rows, columns].to(in_place.device, torch.float64)
+            for rows, columns in ((asked, trained), (holding, trained), (holding, asked), (holding, holding))
+        )
         weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))
-        # Copies: views would hold on to all products.
-        self._scores, squares = found[:count, asked].clone(), found.diagonal().clone()
-        self._squares = squares[:count], squares[asked]
-        self._across, self._asked = found[:count, holding] * weights_held, found[holding, asked] * weights_held[:, None]
-        self._held = (found[holding, holding] * weights_held).mul_(weights_held[:, None])
+        squares = torch.cat([left.squares, right.squares[len(left) :]])
+        self._scores, self._squares = scores.T, (squares[trained], squares[asked])
+        self._across, self._asked = across.mul_(weights_held[:, None]), own_asked.mul_(weights_held[:, None])
+        self._held = own.mul_(weights_held).mul_(weights_held[:, None])
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -202,13 +212,18 @@ class FirstOrder:
             damped = self._held.clone()
             damped.diagonal().add_(_largest(damped) / kappa)
             root, failed = torch.linalg.cholesky_ex(damped)
+            del damped  # as large as all the rest
             if failed:
                 expected = "one at which the products of gradients, in single precision, still have digits"
                 raise InputError("kappa", got=f"{kappa:g}", expected=expected, fix="lower it")
             solved = torch.cholesky_solve(self._asked, root)
-            scores = scores - self._across @ solved
+            scores = scores - self._across.T @ solved
             if normalize:
-                train = train - torch.linalg.solve_triangular(root, self._across.T, upper=False).square().sum(0)
+                known = [
+                    torch.linalg.solve_triangular(root, some, upper=False).square().sum(0)
+                    for some in self._across.split(SOLVED, dim=1)
+                ]
+                train = train - torch.cat(known)
                 query = query - (self._asked * solved).sum(0)
         if normalize:
             lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
@@ -279,9 +294,12 @@ def _require_room(train: int, query: int, labels: int, device: torch.device) -> 
     """Refuse products that the memory cannot hold, before hours are spent on gradients."""
 
     def needed(labels: int) -> int:
-        held = max(1, labels) * train
-        # All products in single and in double precision; of what is held the matrix, damped, factored, in the making.
-        return 12 * (train + query + labels * train) ** 2 + 8 * 4 * held**2
+        held, kept = max(1, labels) * train, max(1, labels) * train + query
+        # In double precision: of what is held the matrix, damped, factored; its products with the examples, and those
+        # of the queries with both, once more while scores are read.
+        read = 8 * (3 * held**2 + held * train + 2 * (held + train) * query)
+        single = 4 * kept * (kept + (train if labels else 0))
+        return read + (0 if device.type == "cuda" else single)  # which stay in the machine's memory
 
     room = _memory(device)
     if room is None or needed(labels) <= room:
@@ -309,7 +327,7 @@ def _memory(device: torch.device) -> int | None:
 def _adam(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
     """The root of 1/√v, with v the mean square of each weight's gradient; 0 where Adam would not move it either."""
     total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
-    for _, rows in each(data, range(len(data)), False):
+    for _, rows in each(data, range(len(data))):
         total += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square_()
     size = (total / len(data)).sqrt_()
     return torch.where(size > ADAM_STABILIZER, size.rsqrt(), 0.0).to(each.moving.dtype)

@@ -83,8 +83,8 @@ def gradient_similarity(
             for name, source in (("train", train), ("query", query))
         }
         each = PerExample(in_place, loss, buffer_bytes)
-        left, right = (Gradients([(each, data)]) for data in sets.values())
-        values = products(left, right, buffer_bytes, unit=cosine)
+        left, right = (Gradients([(each, data)], unit=cosine) for data in sets.values())
+        values = products(left, right, buffer_bytes)
         fingerprints = {name: data.fingerprint() for name, data in sets.items()}
     return Scores(
         values=np.negative(values, out=values),
@@ -96,70 +96,84 @@ def gradient_similarity(
 
 
 class Gradients:
-    """Gradients of losses, one after another: those of all examples of a first set, of a second, ..."""
+    """Gradients of losses, one after another: those of all examples of a first set, of a second, ...
 
-    def __init__(self, parts: Sequence[tuple[PerExample, Data]]) -> None:
-        self.parts = parts
+    Args:
+        parts: the sets, and what takes their gradients.
+        unit: each gradient divided by its length.
+        rounded: in bfloat16.
+
+    Attributes:
+        squares: of their lengths, as they are given; known of those that were.
+    """
+
+    def __init__(self, parts: Sequence[tuple[PerExample, Data]], *, unit: bool = False, rounded: bool = False) -> None:
+        self.parts, self._unit = parts, unit
         self._bounds = list(itertools.accumulate((len(data) for _, data in parts), initial=0))
+        first, _ = parts[0]
+        self.dtype = torch.bfloat16 if rounded else first.moving.dtype
+        self.squares = torch.full((len(self),), torch.nan, dtype=torch.float64, device=first.device)
 
     def __len__(self) -> int:
         return self._bounds[-1]
 
-    def __call__(self, rows: range, unit: bool) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
-        """Give blocks of these rows, each gradient of length 1 where asked."""
+    def __call__(self, rows: range) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
+        """Give blocks of these rows."""
         for (each, data), (start, stop) in zip(self.parts, itertools.pairwise(self._bounds), strict=True):
             some = range(max(rows.start, start) - start, min(rows.stop, stop) - start)
-            for chosen, gradients in each(data, some, unit):
-                yield range(start + chosen.start, start + chosen.stop), gradients
+            for chosen, gradients in each(data, some):
+                if self._unit:
+                    gradients = gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-30)
+                gradients = gradients.to(self.dtype)
+                places = slice(start + chosen.start, start + chosen.stop)
+                self.squares[places] = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
+                yield range(places.start, places.stop), gradients
+
+    def begins(self, other: Gradients) -> bool:
+        """Whether the other has all of these first."""
+        return list(other.parts[: len(self.parts)]) == list(self.parts)
 
 
 def products(
-    left: Gradients,
-    right: Gradients,
-    buffer_bytes: int,
-    *,
-    unit: bool = False,
-    rounded: bool = False,
-    tell: Callable[[str], None] = lambda what: None,
+    left: Gradients, right: Gradients, buffer_bytes: int, *, tell: Callable[[str], None] = lambda what: None
 ) -> Float[np.ndarray, "left right"]:
-    """Return the products of gradients of both sides, or of one with itself, in which each pair is taken once.
+    """Return the products of gradients of both sides; where the right one begins with the left, each pair taken once.
 
-    Rounded, gradients of both sides are those in bfloat16, and their products in single precision: of one with itself
-    they stay products of some vectors, whose matrix has no negative eigenvalue beyond rounding of sums.
-    ``tell`` hears how far it is.
+    Products of rounded ones are in single precision too: of one side with itself they stay products of some vectors,
+    whose matrix has no negative eigenvalue beyond rounding of sums. ``tell`` hears how far it is.
     """
     first, _ = left.parts[0]
-    moving, device = first.moving, first.device
-    dtype = torch.bfloat16 if rounded else moving.dtype
+    moving, device, dtype = first.moving, first.device, left.dtype
     # Beside those that are held there are some in the making, and rounded, some of these twice.
-    making = first.at_once * (moving.dtype.itemsize + (dtype.itemsize if rounded else 0)) * moving.total
+    making = first.at_once * (moving.dtype.itemsize + (dtype.itemsize if dtype != moving.dtype else 0)) * moving.total
     block = max(1, int((buffer_bytes - making) / (moving.total * dtype.itemsize)))
 
     def passes(held: Gradients, passing: Gradients) -> int:
         return len(held) + -(-len(held) // block) * len(passing)
 
     values = np.empty((len(left), len(right)), np.float32)
-    held, passing = min(((right, left), (left, right)), key=lambda sides: passes(*sides))
+    shared = left.begins(right)
+    held, passing = (left, right) if shared else min(((right, left), (left, right)), key=lambda sides: passes(*sides))
     table = values if held is right else values.T  # of those that pass by those that are held
     # Made once and filled: put together from parts, they would take twice the buffer.
     room = torch.empty(min(block, len(held)), moving.total, dtype=dtype, device=device)
     starts = range(0, len(held), block)
-    taken, total = 0, sum(len(held) - start for start in starts) if left is right else passes(held, passing)
+    taken, total = 0, sum(len(passing) - start for start in starts) if shared else passes(held, passing)
     for start in starts:
         stop = min(start + block, len(held))
         kept = room[: stop - start]
-        for some, part in held(range(start, stop), unit):
+        for some, part in held(range(start, stop)):
             kept[some.start - start : some.stop - start] = part
             taken += len(some)
             tell(f"{taken:,} of {total:,} gradients")
-        if left is right:
+        if shared:
             values[start:stop, start:stop] = _matrix(kept, kept).cpu().numpy()
-        for rows, part in passing(range(stop if left is right else 0, len(passing)), unit):
-            table[rows.start : rows.stop, start:stop] = _matrix(part.to(dtype), kept).cpu().numpy()
+        for rows, part in passing(range(stop if shared else 0, len(passing))):
+            table[rows.start : rows.stop, start:stop] = _matrix(part, kept).cpu().numpy()
             taken += len(rows)
             tell(f"{taken:,} of {total:,} gradients")
-        if left is right:
-            values[start:stop, stop:] = values[stop:, start:stop].T
+        if shared:
+            values[stop:, start:stop] = values[start:stop, stop : len(left)].T
     return values
 
 
@@ -188,7 +202,7 @@ def gradient_self_influence(
     with eval_mode(model), InPlace(model, moving) as in_place:
         data = Data(train, "train", collate=collate, device=in_place.device)
         gradients = PerExample(in_place, loss or classification_loss())
-        squares = [part.square().sum(1) for _, part in gradients(data, range(len(data)), False)]
+        squares = [part.square().sum(1) for _, part in gradients(data, range(len(data)))]
         return -torch.cat(squares).float().cpu().numpy()
 
 
@@ -208,10 +222,8 @@ class PerExample:
         # A quarter of the buffer for those that are being made, the rest for those that are held.
         self.at_once = min(examples_at_once(model.device), max(1, buffer_bytes // (4 * row_bytes)))
 
-    def __call__(
-        self, data: Data, indices: range, unit: bool
-    ) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
-        """Give blocks of gradients, each of length 1 where asked."""
+    def __call__(self, data: Data, indices: range) -> Iterator[tuple[range, Float[Tensor, "example weight"]]]:
+        """Give blocks of gradients."""
         start = indices.start
         while start < indices.stop:
             chosen = range(start, min(start + self.at_once, indices.stop))
@@ -220,7 +232,7 @@ class PerExample:
             rows = self._gradients(data, chosen).to(self._model.moving.dtype)
             if self.scale is not None:
                 rows = rows.mul_(self.scale)
-            yield chosen, rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30) if unit else rows
+            yield chosen, rows
 
     @torch.no_grad()
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:

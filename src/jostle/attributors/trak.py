@@ -164,7 +164,7 @@ def _projected(
     parts = []
     for start in range(0, len(data), at_once):
         rows = range(start, min(start + at_once, len(data)))
-        parts.append(project(torch.cat([part for _, part in gradients(data, rows, False)])))
+        parts.append(project(torch.cat([part for _, part in gradients(data, rows)])))
     return torch.cat(parts)
 
 
