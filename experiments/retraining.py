@@ -129,7 +129,7 @@ class Setting:
     """The same where they are trained by SGD."""
     start: nn.Module | None = None
     """What they are trained again from, where that is not near the model."""
-    labels: int = LABELS
+    labels: float = LABELS
     label_seeds: int = 1
     only: Sequence[str] = ()
     """Jobs to run, and their order; all where there is none."""
@@ -137,7 +137,7 @@ class Setting:
     @property
     def first_order(self) -> str:
         """What the scores of `FirstOrder` are called."""
-        return f"first order, {self.labels} label{'s' if self.labels != 1 else ''}"
+        return f"first order, {self.labels:g} label{'s' if self.labels > 1 else ''}"
 
     @property
     def in_adam(self) -> str:
@@ -528,7 +528,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     )
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
-    parser.add_argument("--labels", type=int, default=LABELS, help="drawn for every example, for the first order")
+    parser.add_argument("--labels", type=float, default=LABELS, help="drawn for every example, for the first order")
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -188,6 +189,39 @@ def test_labels_of_the_model_make_the_fisher_matrix() -> None:
         assert away[600, normalize] < 0.08
         assert away[600, normalize] < away[4, normalize] / 4  # the root of 150 is 12
         assert away[600, normalize] < away[0, normalize] / 4
+
+
+def test_labels_for_a_share_of_the_examples() -> None:
+    """They make the same Fisher matrix and tell the same κ, up to what is left out; whose labels, the seed says."""
+    model, (train, query) = classifier(), (examples(1_600, 1), examples(20, 2))
+    given: Any = {"model": model, "train": train, "query": query}
+    whole = FirstOrder(**given, labels=1)
+    expected, told = whole.influence(kappa=10.0).values, whole.kappa_of_training(2.0)
+    away = {}
+    for share, seed in itertools.product((0.02, 0.25), range(4)):
+        part = FirstOrder(**given, labels=share, seed=seed)
+        found = part.influence(kappa=10.0)
+        assert found.provenance["labels"] == share
+        away[share, seed] = np.linalg.norm(found.values - expected) / np.linalg.norm(expected)
+        assert part.kappa_of_training(2.0) == pytest.approx(told, rel=0.15 if share == 0.25 else 0.5)
+    assert max(away[0.25, seed] for seed in range(4)) < 0.25
+    assert len(set(away.values())) == len(away)
+    assert np.mean([away[0.02, seed] / away[0.25, seed] for seed in range(4)]) > 2  # the root of 12.5 is 3.5
+    np.testing.assert_array_equal(
+        *(FirstOrder(**given, labels=0.02, seed=seed).influence(kappa=10.0).values for seed in (3, 3))
+    )
+
+
+def test_labels_for_a_share_of_the_sequences_count_their_own_tokens() -> None:
+    """Of long sequences and short ones, each is held by the tokens that it has."""
+    train = [[8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]] * 60 + [[5, 6, 7]] * 60
+    whole, part = (
+        FirstOrder(
+            tiny("gpt2"), train, train[-1:], loss=jostle.losses.next_token(), weights="attention", labels=labels
+        ).kappa_of_training(1.0)
+        for labels in (1, 0.5)
+    )
+    assert part == pytest.approx(whole, rel=0.6)  # counted by the tokens of others, it would be six times that
 
 
 def test_labels_of_a_regression_are_its_gauss_newton_matrix() -> None:

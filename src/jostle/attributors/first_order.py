@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -58,11 +58,14 @@ KAPPA = 100.0
 EXAMPLES = 256
 """By which the curvature where training begins is compared with that of w*."""
 
-TOGETHER = 8
-"""Examples whose labels are drawn at once, and whose tokens are counted."""
+TOGETHER, SEQUENCES_TOGETHER = 256, 8
+"""Examples whose labels are drawn at once; those of tokens, each of which has as many numbers as there are tokens."""
 
 ADAM_STABILIZER = 1e-8
 """What Adam adds to √v: a weight whose gradients are smaller hardly moves."""
+
+SHARES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+"""Of the examples, for which labels are proposed where there is no room for all."""
 
 SOLVED = 4096
 """Examples whose equations are solved at once."""
@@ -94,9 +97,9 @@ class Draws(Protocol):
 class FirstOrder:
     """Products of all gradients at w*, from which scores can be read at any κ.
 
-    Takes the gradients of all examples and of their drawn labels, a few times over where the buffer is smaller than
-    they are, and keeps their products with each other and with those of the queries, in double precision on the model's
-    device: a matrix of (labels × examples)², and a few more like it while scores are read.
+    Takes the gradients of all examples and of drawn labels, a few times over where the buffer is smaller than they are,
+    and keeps products of the labels with each other, with the examples and the queries, in double precision on the
+    model's device: a matrix of (labels × examples)², and a few more like it while scores are read.
 
     Args:
         model: the trained model, at w*.
@@ -106,8 +109,9 @@ class FirstOrder:
         weights: which weights the gradients are of.
         collate: makes a batch of a list of samples.
         labels: how many labels are drawn from the model for each training example, or for each of its tokens; each
-            takes a gradient of every example, and the matrix grows with the square of how many there are. With 0, or
-            a loss of which labels cannot be drawn (any but those of `jostle.losses`), the losses themselves are held.
+            takes a gradient of every example, and the matrix grows with the square of how many there are. Below 1, one
+            is drawn for that share of the examples, by chance: enough for a small κ. With 0, or a loss of which labels
+            cannot be drawn (any but those of `jostle.losses`), the losses themselves are held.
         seed: of the labels.
         metric: "isotropic", all weights alike, or "adam", each as far as Adam would move it: for what is trained again
             by Adam or AdamW.
@@ -128,7 +132,7 @@ class FirstOrder:
         loss: Loss | None = None,
         weights: WeightSelection = "all",
         collate: Collate | None = None,
-        labels: int = 4,
+        labels: float = 4,
         seed: int = 0,
         metric: Metric = "isotropic",
         start: nn.Module | None = None,
@@ -136,8 +140,11 @@ class FirstOrder:
         buffer_bytes: int = BUFFER_BYTES,
         progress: bool = False,
     ) -> None:
-        if not isinstance(labels, int) or labels < 0:
-            raise InputError("labels", got=labels, expected="a whole number, 0 or more")
+        if not isinstance(labels, numbers.Real) or not (
+            0 <= labels <= 1 or (labels > 1 and float(labels).is_integer())
+        ):
+            expected = "a whole number, or for a share of the examples one between 0 and 1"
+            raise InputError("labels", got=repr(labels), expected=expected)
         if metric not in get_args(Metric):
             raise InputError("metric", got=repr(metric), expected=" or ".join(map(repr, get_args(Metric))))
         loss, moving = loss or classification_loss(), MovingWeights(model, weights)
@@ -147,15 +154,20 @@ class FirstOrder:
                 for name, source in (("train", train), ("query", query))
             }
             drawn = labels if hasattr(loss, "draw_labels") else 0
-            _require_room(len(sets["train"]), len(sets["query"]), drawn, in_place.device)
+            count = len(sets["train"])
+            _require_room(count, len(sets["query"]), drawn, in_place.device)
             for data in sets.values():
                 check_unchanged(in_place, loss, data)
-            each, count = PerExample(in_place, loss, buffer_bytes), len(sets["train"])
+            each = PerExample(in_place, loss, buffer_bytes)
             if metric == "adam":
                 tell("the mean square of every weight's gradient")
                 each.scale = _adam(each, sets["train"])
             tell("drawing labels")
-            held = _relabelled(in_place, loss, sets["train"], labels, seed)
+            labelled = sets["train"]
+            if 0 < drawn < 1:
+                some = np.random.default_rng(seed).permutation(count)[: _held_count(count, drawn)]
+                labelled = _these(labelled, np.sort(some))
+            held = _relabelled(in_place, loss, labelled, math.ceil(drawn), seed)
             # In one call, so that where they fit the buffer each gradient is taken once. Of the training examples with
             # each other none are needed where labels are held.
             kept = [(each, data) for data in (*(held or [sets["train"]]), sets["query"])]
@@ -164,7 +176,7 @@ class FirstOrder:
             found = torch.from_numpy(products(left, right, buffer_bytes, tell=tell))
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
-            lengths = _lengths(in_place, loss, sets["train"]).to(in_place.device, torch.float64)
+            lengths = _lengths(in_place, loss, labelled).to(in_place.device, torch.float64)
             self._relative_curvature = 1.0
             if start is not None and start is not model:
                 tell("the curvature where training begins")
@@ -175,12 +187,13 @@ class FirstOrder:
                     raise InputError("start", got="a model with other weights", expected="one with those of the model")
                 with eval_mode(start), InPlace(start, there) as begin:
                     self._relative_curvature = _relative_curvature(
-                        begin, in_place, loss, sets["train"], drawn, seed, each.scale, buffer_bytes
+                        begin, in_place, loss, sets["train"], math.ceil(drawn), seed, each.scale, buffer_bytes
                     )
         self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
-        self._about = {"labels": len(held), "seed": seed, "metric": metric, "rounded": rounded}
-        held_count = max(1, len(held)) * count
+        held_count = max(1, len(held)) * len(labelled)
+        share = held_count / count
+        self._about = {"labels": share if held else 0, "seed": seed, "metric": metric, "rounded": rounded}
         holding, asked = slice(held_count), slice(held_count, len(left))
         trained = slice(len(left), None) if held else holding
         # In double precision, and part by part: all of them at once would be several times as many.
@@ -188,11 +201,12 @@ class FirstOrder:
             found[rows, columns].to(in_place.device, torch.float64)
             for rows, columns in ((asked, trained), (holding, trained), (holding, asked), (holding, holding))
         )
-        weights_held = (lengths / max(1, len(held))).sqrt().repeat(max(1, len(held)))
+        weights_held = (lengths / share).sqrt().repeat(max(1, len(held)))
         squares = torch.cat([left.squares, right.squares[len(left) :]])
         self._scores, self._squares = scores.T, (squares[trained], squares[asked])
         self._across, self._asked = across.mul_(weights_held[:, None]), own_asked.mul_(weights_held[:, None])
         self._held = own.mul_(weights_held).mul_(weights_held[:, None])
+        self._largest = _largest_eigenvalue(self._held)
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -210,7 +224,7 @@ class FirstOrder:
         scores, (train, query) = self._scores, self._squares
         if kappa:
             damped = self._held.clone()
-            damped.diagonal().add_(_largest(damped) / kappa)
+            damped.diagonal().add_(self._largest / kappa)
             root, failed = torch.linalg.cholesky_ex(damped)
             del damped  # as large as all the rest
             if failed:
@@ -273,7 +287,7 @@ class FirstOrder:
         if not damping:
             got = "training to the end without weight decay"
             raise InputError("total_rate", got=got, expected="something that holds the weights")
-        curvature = self._relative_curvature * _largest(self._held) / self._count
+        curvature = self._relative_curvature * self._largest / self._count
         return curvature * (math.sqrt(batch_size) if self._about["metric"] == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
@@ -290,27 +304,33 @@ class FirstOrder:
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
 
 
-def _require_room(train: int, query: int, labels: int, device: torch.device) -> None:
+def _held_count(train: int, labels: float) -> int:
+    """How many losses are held: those of drawn labels, or those of the examples."""
+    return max(1, round(labels * train)) if labels else train
+
+
+def _require_room(train: int, query: int, labels: float, device: torch.device) -> None:
     """Refuse products that the memory cannot hold, before hours are spent on gradients."""
 
-    def needed(labels: int) -> int:
-        held, kept = max(1, labels) * train, max(1, labels) * train + query
+    def needed(labels: float) -> int:
+        held = _held_count(train, labels)
         # In double precision: of what is held the matrix, damped, factored; its products with the examples, and those
         # of the queries with both, once more while scores are read.
         read = 8 * (3 * held**2 + held * train + 2 * (held + train) * query)
-        single = 4 * kept * (kept + (train if labels else 0))
+        single = 4 * (held + query) * (held + query + (train if labels else 0))
         return read + (0 if device.type == "cuda" else single)  # which stay in the machine's memory
 
     room = _memory(device)
     if room is None or needed(labels) <= room:
         return
-    fits = next((count for count in range(labels - 1, -1, -1) if needed(count) <= room), None)
+    fewer = [*range(math.ceil(labels) - 1, 0, -1), *(share for share in SHARES if share < labels)]
+    fits = next((some for some in fewer if needed(some) <= room), None)
     size = f"their products take {needed(labels) / 1e9:,.3g} GB of {room / 1e9:,.3g}"
     raise InputError(
         "labels",
-        got=f"{labels} for each of {train:,} examples, with {query:,} queries: {size}",
+        got=f"{labels:g} for each of {train:,} examples, with {query:,} queries: {size}",
         expected="products that fit into memory",
-        fix="score fewer examples" if fits is None else f"labels={fits}, or score fewer examples",
+        fix="score fewer examples" if fits is None else f"labels={fits:g}, or score fewer examples",
     )
 
 
@@ -338,8 +358,7 @@ def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) ->
     if not count or not hasattr(loss, "draw_labels"):
         return []
     generator, labels = torch.Generator().manual_seed(seed), []
-    for start in range(0, len(data), TOGETHER):
-        batch = data.batch(range(start, min(start + TOGETHER, len(data))))
+    for batch in _batches(model, loss, data):
         drawn = model.evaluate(
             lambda network, batch: loss.draw_labels(network, batch, count, generator), model.moving.center[None], batch
         )[0]
@@ -373,8 +392,7 @@ def _relative_curvature(
         expected = "labels of the model: they show its curvature"
         raise InputError("start", got="labels=0, or a loss of which none can be drawn", expected=expected)
     places = np.linspace(0, len(data) - 1, min(len(data), EXAMPLES)).round().astype(int)
-    few = Data(range(len(places)), data.name, collate=lambda chosen: data.batch(places[chosen]), device=model.device)
-    sides = []
+    few, sides = _these(data, places), []
     for place in (start, model):
         each = PerExample(place, loss, buffer)
         each.scale = scale
@@ -387,21 +405,33 @@ def _relative_curvature(
     return across / own
 
 
+def _these(data: Data, places: np.ndarray) -> Data:
+    """Those examples alone."""
+    return Data(range(len(places)), data.name, collate=lambda chosen: data.batch(places[chosen]))
+
+
+def _of_the_first(model: InPlace, loss: Loss, data: Data) -> Tensor:
+    """The loss of the first example, or its losses: (1) or (1, token)."""
+    return model.evaluate(loss, model.moving.center[None], data.batch(range(1)))[0]
+
+
+def _batches(model: InPlace, loss: Loss, data: Data) -> Iterator[Batch]:
+    at_once = TOGETHER if _of_the_first(model, loss, data).ndim == 1 else SEQUENCES_TOGETHER
+    for start in range(0, len(data), at_once):
+        yield data.batch(range(start, min(start + at_once, len(data))))
+
+
 def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]:
     """How many losses each example has: one, or one for each of its tokens."""
-    first = data.batch(range(1))
-    found = model.evaluate(loss, model.moving.center[None], first)[0]
-    if found.ndim == 1:
-        return torch.ones(len(data))
-    if token_mask(loss, first) is None:
-        return torch.full((len(data),), float(found.shape[1]))
-    blocks = (range(start, min(start + TOGETHER, len(data))) for start in range(0, len(data), TOGETHER))
-    masks = (token_mask(loss, data.batch(some)) for some in blocks)
+    first = _of_the_first(model, loss, data)
+    if first.ndim == 1 or token_mask(loss, data.batch(range(1))) is None:
+        return torch.full((len(data),), float(first.numel()))
+    masks = (token_mask(loss, batch) for batch in _batches(model, loss, data))
     return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])
 
 
-def _largest(products: Float[Tensor, "train train"]) -> float:
-    """The largest eigenvalue, by power iteration: all of them would take as long as the rest."""
+def _largest_eigenvalue(products: Float[Tensor, "held held"]) -> float:
+    """By power iteration: all of them would take as long as the rest."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(len(products), generator=generator, dtype=products.dtype).to(products.device)
     found = 0.0

@@ -44,7 +44,10 @@ def first_order(
         typer.Option(metavar="NAME", help="isotropic: all weights alike; adam: each as far as Adam moves it."),
     ] = "isotropic",
     labels: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Drawn from the model for every example or token, and held.")
+        float,
+        typer.Option(
+            metavar="N", min=0, help="Drawn from the model for every example or token, and held; 0.1: for a tenth."
+        ),
     ] = 4,
     kappa: Annotated[
         float | None,
