@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.retraining import DAMPINGS, READ
+from experiments.retraining import DAMPINGS, READ, TOLD
 from jostle.diagnose.plots import CHAIN_COLOURS
+
+BEST, OF_THE_TRAINING = "EK-FAC, best damping", ", κ of the training"
+"""Lines of which each bank has a point by another name."""
 
 PALE = 0.35
 """How much is seen of a line that not all seeds are in: seeds are easier and harder, so it may not be compared."""
@@ -24,20 +27,29 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
 
 def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice, and
-    what is read as the training says."""
+    what is read as each bank's training says."""
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
+    told = [f"{name.partition(', covariance')[0]}{OF_THE_TRAINING}" for name in first if _told(name)]
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", "read at κ")
-    return [
-        name for name in first
-        if name in twice or _told(name) or (name not in tried and not any(part in name for part in left_out))
-    ]  # fmt: skip
+    plain = [name for name in first if name not in tried and not any(part in name for part in left_out)]
+    best = [BEST] if any(name.startswith("EK-FAC") for name in first) else []
+    return [*plain, *twice, *told, *best]
+
+
+def row_of(name: str, bank: str, methods: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a bank says of a method, or of whichever one has that name there."""
+    if name == BEST:
+        name = best_ekfac(methods) or ""
+    elif name.endswith(OF_THE_TRAINING):
+        name = f"{name.removesuffix(OF_THE_TRAINING)}, covariance, read at κ = {TOLD}{bank}"
+    return methods.get(name)
 
 
 def _told(name: str) -> bool:
     """Whether scores are read at the κ that the training says."""
-    return "covariance, read at κ = that of training" in name
+    return f"covariance, read at κ = {TOLD}" in name
 
 
 def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
@@ -51,7 +63,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     if len(settings) == len(banks) == 1:
         draw_one_bank(path, settings[0][banks[0]]["methods"])
         return
-    methods = [*shown_methods(settings), "EK-FAC, best damping"]
+    methods = shown_methods(settings)
     figure = Figure(figsize=(16, 6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
     styles = ["-", "--", ":"]
@@ -59,8 +71,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
         rows = []
         for setting in settings:
             for place, bank in enumerate(banks):
-                found = setting.get(bank, {}).get("methods", {})
-                row = found.get(best_ekfac(found) or "" if name == "EK-FAC, best damping" else name)
+                row = row_of(name, bank, setting.get(bank, {}).get("methods", {}))
                 if row:
                     rows.append((place, row))
         if not rows:
@@ -83,7 +94,7 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
                 linestyle=style, capsize=3, markersize=4, alpha=1 if seeds == len(settings) else PALE,
             )  # fmt: skip
         seconds = [row["seconds"] for _, row in rows if "seconds" in row]
-        if seconds and name != "EK-FAC, best damping":  # which takes another one's factors
+        if seconds and name != BEST:  # which takes another one's factors
             panels[2].barh(name, np.median(seconds), color=colour)  # of seeds, some beside other work
     for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
         panel.set_xticks(range(len(banks)), banks)
@@ -123,7 +134,7 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
         seconds = [row["seconds"] for row in rows if "seconds" in row]
         if seconds:
             panels[2].barh(place, np.median(seconds), color=colour, height=0.6)  # some took a machine's first time
-    short = [re.sub(r", covariance, read at κ = that of training .*", ", κ of the training", name) for name in names]
+    short = [re.sub(f", covariance, read at κ = {TOLD}.*", OF_THE_TRAINING, name) for name in names]
     seeds = [f" ({len(grouped[name])} seeds)" if grouped[name][1:] else "" for name in names]
     panels[0].set_yticks(range(len(names)), [f"{name}{told}" for name, told in zip(short, seeds, strict=True)])
     for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):

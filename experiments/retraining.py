@@ -50,6 +50,8 @@ READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
+TOLD = "that of training "
+"""Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
 FIRST_ORDER_AT = (1.0, READ_AT, 100.0, 1000.0)
 """Without the noise of draws, any κ can be looked at."""
 LABELS = 2
@@ -204,34 +206,42 @@ class Setting:
 
     def _first_order(self, work: Path, budget: Budget) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
-        runs: dict[str, jostle.Run | None] = {self.first_order: None}
+        runs: dict[str, tuple[jostle.Run | None, float]] = {self.first_order: (None, 0.0)}
         for settings in [one for one in self.bif.values() if one.get("sampler") == "gaussian"][:1]:
             few = {**settings, "draws": 40 // settings["chains"]}
-            runs[f"{self.first_order}, spread of 40 draws"], _ = self.sample("spread of 40 draws", few, work, budget)
+            drawn, about = self.sample("spread of 40 draws", few, work, budget)
+            runs[f"{self.first_order}, spread of 40 draws"] = drawn, about["seconds"]
+        started = time.perf_counter()
         limit = self._limit(self.weights, start=self.start)
-        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT} | self._told(limit, self.sgd)
-        return {
-            f"{name}, {kind}, read at κ = {words}": limit.influence(
-                kappa=kappa, normalize=kind == "correlation", spread=run
-            )
-            for (name, run), (words, kappa), kind in itertools.product(
-                runs.items(), at.items(), ("covariance", "correlation")
-            )
-        }
-
-    def _told(self, limit: FirstOrder, trainings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """The κ that each bank's training says; without labels there is no curvature to tell it by."""
-        told = trainings if self.labels else {}
-        return {f"that of training {bank}": limit.kappa_of_training(**training) for bank, training in told.items()}
+        built = time.perf_counter() - started
+        read: dict[str, Scores] = {}
+        for name, (drawn, seconds) in runs.items():
+            read |= self._read(limit, name, self.sgd, built + seconds, spread=drawn)
+        return read
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
-        """The same in the metric of Adam, also at the κ that each bank's training says."""
+        """The same in the metric of Adam."""
+        started = time.perf_counter()
         limit = self._limit(weights, metric="adam", seed=seed)
-        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT} | self._told(limit, self.adam)
-        return {
-            f"{name}, {kind}, read at κ = {words}": limit.influence(kappa=kappa, normalize=kind == "correlation")
-            for (words, kappa), kind in itertools.product(at.items(), ("covariance", "correlation"))
-        }
+        return self._read(limit, name, self.adam, time.perf_counter() - started)
+
+    def _read(
+        self, limit: FirstOrder, name: str, trainings: Mapping[str, Mapping[str, float]], seconds: float, **more: Any
+    ) -> dict[str, Scores]:
+        """At several κ, and at the one that each bank's training says; without labels there is no curvature to tell it.
+
+        Each takes the seconds that the products took, and its own.
+        """
+        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
+        for bank, training in trainings.items() if self.labels else ():
+            at[f"{TOLD}{bank}"] = limit.kappa_of_training(**training)
+        read = {}
+        for (words, kappa), kind in itertools.product(at.items(), ("covariance", "correlation")):
+            started = time.perf_counter()
+            found = limit.influence(kappa=kappa, normalize=kind == "correlation", **more)
+            took = {"seconds": seconds + time.perf_counter() - started}
+            read[f"{name}, {kind}, read at κ = {words}"] = replace(found, provenance={**found.provenance, **took})
+        return read
 
     def _limit(self, weights: Any, **more: Any) -> FirstOrder:
         return FirstOrder(
@@ -394,14 +404,21 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
         }
         with ThreadPoolExecutor() as pool:  # sorting and products let go of the interpreter
             reports = pool.map(
-                lambda bank, scores=scores: compare(bank, scores, controls=False, bootstrap=BOOTSTRAP),
-                setting.banks.values(),
+                lambda item, scores=scores: compare(
+                    item[1], judged_by(item[0], scores), controls=False, bootstrap=BOOTSTRAP
+                ),
+                setting.banks.items(),
             )
         for bank_name, report in zip(setting.banks, reports, strict=True):
             record.keep(setting.name, bank_name, report, about)
             for row in report.rows:
                 took = about[row.method]["seconds"]
                 print(f"  {bank_name:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
+
+
+def judged_by(bank: str, scores: Mapping[str, Scores]) -> dict[str, Scores]:
+    """All but those that are read as another bank's training says."""
+    return {name: given for name, given in scores.items() if TOLD not in name or name.endswith(f"{TOLD}{bank}")}
 
 
 KEPT = (
