@@ -46,7 +46,8 @@ KAPPAS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 PARTS = (40, 100, 400, 1_600)
 CHAINS, RISE = 4, 0.3
 DAMPINGS = (1e-8, 1e-4, 1e-2)
-LABELS = 2
+LABELS, FEWER_LABELS = 2, (1, 0.5, 0.2, 0.1)
+KINDS = ("covariance", "correlation")
 SHOWN = {"0": 0.9, "3": 0.65, "30": 0.35, "100": 0.1}
 """Which κ of the first order a figure has room for, and their tones."""
 STEPS = (1, 4, 16, 64, 256, 1_024)
@@ -251,7 +252,7 @@ def scores_of(train: np.ndarray, query: np.ndarray, held: np.ndarray) -> dict[tu
     found = {}
     for kappa in KAPPAS:
         sides: Any = (train, query) if not kappa else [Conditioned(trace, moves, kappa) for trace in (train, query)]
-        for kind in ("covariance", "correlation"):
+        for kind in KINDS:
             found[kind, kappa] = -covariance(*sides, normalize=kind == "correlation").values.astype(np.float64)
     return found
 
@@ -303,13 +304,19 @@ def baselines(subject: Subject) -> Iterator[tuple[str, Mapping[str, jostle.Score
         yield f"EK-FAC, damping {damping:g}", same(ekfac(**given, damping=damping))
     if subject.total_rates is not None:
         limit = FirstOrder(**given, labels=LABELS, start=subject.start)
-        told = {key: limit.kappa_of_training(rate) for key, rate in subject.total_rates.items()}
-        print(f"  κ of the training: { {key: round(kappa, 2) for key, kappa in told.items()} }", flush=True)
-        for kind in ("covariance", "correlation"):
-            read = functools.partial(limit.influence, normalize=kind == "correlation")
-            for kappa in KAPPAS:
-                yield f"first order, {kind}, κ = {kappa:g}", same(read(kappa=kappa))
-            yield f"first order, {kind}, κ of the training", {key: read(kappa=kappa) for key, kappa in told.items()}
+        for kappa, kind in itertools.product(KAPPAS, KINDS):
+            scores = limit.influence(kappa=kappa, normalize=kind == "correlation")
+            yield f"first order, {kind}, κ = {kappa:g}", same(scores)
+        for labels in (LABELS, *FEWER_LABELS):
+            if labels != LABELS:
+                limit = FirstOrder(**given, labels=labels, start=subject.start)
+            told = {key: limit.kappa_of_training(rate) for key, rate in subject.total_rates.items()}
+            rounded = {key: round(kappa, 2) for key, kappa in told.items()}
+            print(f"  {labels:g} labels, κ of the training: {rounded}", flush=True)
+            for kind in KINDS:
+                read = functools.partial(limit.influence, normalize=kind == "correlation")
+                name = f"first order, {kind}, κ of the training" + ("" if labels == LABELS else f", {labels:g} labels")
+                yield name, {key: read(kappa=kappa) for key, kappa in told.items()}
 
 
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int, data: Path | None = None) -> None:
@@ -328,7 +335,7 @@ def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int
     if not compared:
         for method, found in baselines(subject):
             cells = {key: lds_over_queries(bank, found[key]) for key, bank in subject.banks.items()}
-            for key, cell in cells.items() if method.endswith("of the training") else ():
+            for key, cell in cells.items() if "of the training" in method else ():
                 cell["kappa"] = found[key].provenance["kappa"]
             kept["baselines"][method] = cells
             print(f"{name}: {method} { {key: round(cell['lds'], 3) for key, cell in cells.items()} }", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import json
@@ -327,12 +328,48 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
     np.testing.assert_allclose(rounded.values, limit.influence().values, rtol=1e-3, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["a directory", "start.pt", "start.safetensors"])
+def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from jostle.attributors import FirstOrder
+
+    task = language_model(
+        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
+    )
+    start: Any = copy.deepcopy(task.model)
+    with torch.no_grad():
+        for value in start.parameters():
+            value.mul_(0.5)
+    if kind == "a directory":
+        shutil.copytree(place / "model", tmp_path / kind)
+        start.save_pretrained(tmp_path / kind)
+    elif kind == "start.pt":
+        torch.save(start.state_dict(), tmp_path / kind)
+    else:
+        save_file({name: value.clone() for name, value in start.state_dict().items()}, tmp_path / kind)
+    flags = ["--labels", 2, "--total-rate", 0.5, "-k", 0]
+    file, there = tmp_path / "a.safetensors", tmp_path / kind
+    result = jostle_command("first-order", file, *sources(place), *flags, "--start", there)
+    assert result.exit_code == 0, result.stderr
+    told = jostle.Scores.load(file).provenance["kappa"]
+    given: Any = {"loss": task.loss, "weights": "attention", "labels": 2}
+    limit = FirstOrder(task.model, task.train, task.query, start=start, **given)
+    assert told == pytest.approx(limit.kappa_of_training(0.5), rel=1e-3)
+    assert told != pytest.approx(
+        FirstOrder(task.model, task.train, task.query, **given).kappa_of_training(0.5), rel=1e-3
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("a.npy", "file: got a.npy, expected the name of a file ending in .safetensors"),
         ("a.safetensors --batch-size 3", "batch_size: got no --total-rate, expected --total-rate, which it is for"),
         ("a.safetensors --kappa 3 --total-rate 1", "kappa: got --total-rate as well, expected one of the two"),
+        ("a.safetensors --start x.pt", "start: got no --total-rate, expected --total-rate, which it is for"),
+        ("a.safetensors --total-rate 1 --start ./x.pt", "model: got ./x.pt, which does not exist"),
+        ("a.safetensors --total-rate 1 --start broken.pt", "start: got broken.pt, which could not be loaded ("),
         ("nowhere/a.safetensors", "file: got nowhere/a.safetensors, expected a folder that exists"),
         ("a.safetensors --show 2", "show: got 2, expected an index below 2"),
         (
@@ -345,6 +382,7 @@ def test_first_order_refuses(
     words: str, said: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.pt").write_bytes(b"not weights")
     result = jostle_command("first-order", *words.split(), *sources(place), "--labels", 0)
     assert result.exit_code == 2
     assert said in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from jostle.config import require_whole
@@ -90,6 +92,23 @@ def language_model(
         default_weights="all" if adapted else LANGUAGE_WEIGHTS,  # an adapter is its own restriction
         examples={name: [example.to_dict() for example in examples[name]] for name in ("train", "query")},
     )
+
+
+def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
+    """The model at other weights, on the same device: of a file with a state dict, or of a causal language model."""
+    device = next(model.parameters()).device
+    if not Path(name).is_file():
+        _require_place(name)
+        return _load(name, str(device), spread=False)[0]
+    try:
+        state = load_file(name) if name.endswith(".safetensors") else torch.load(name, "cpu", weights_only=True)
+        other = copy.deepcopy(model)
+        other.load_state_dict(state)
+    except Exception as error:  # files fail in many ways, and so do weights of another shape
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        expected = "a file with the model's state dict (.pt or .safetensors), or a language model's directory"
+        raise InputError("start", got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
+    return other
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:

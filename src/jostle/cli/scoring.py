@@ -31,6 +31,10 @@ _TRAINING = "With --total-rate: "
             "jostle first-order a.safetensors ... --metric adam --weights all --total-rate 0.02 --batch-size 32",
             "for what AdamW would train",
         ),
+        (
+            "jostle first-order a.safetensors --model ./tuned ... --total-rate 0.02 --start ./base",
+            "for what would be trained from ./base",
+        ),
         ("jostle evaluate banks/a a.safetensors", "whether they predict retraining"),
     ),
 )
@@ -62,6 +66,13 @@ def first_order(
     batch_size: Annotated[
         int | None, typer.Option(metavar="M", min=1, help=f"{_TRAINING}examples in a step; needed for adam.")
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT",
+            help=f"{_TRAINING}where it begins, if not at the model: a language model, or a file with a state dict.",
+        ),
+    ] = None,
     correlation: Annotated[
         bool, typer.Option("--correlation/--covariance", help="Which of the two scores are.", show_default=True)
     ] = False,
@@ -83,13 +94,14 @@ def first_order(
     from rich.console import Console
 
     from jostle.asking import requests
+    from jostle.asking.tasks import other_checkpoint
     from jostle.attributors import FirstOrder
     from jostle.cli.terminal import print_ranking
     from jostle.data.datasets import Data
 
     if file.suffix != ".safetensors":
         raise InputError("file", got=str(file), expected="the name of a file ending in .safetensors")
-    for name, value in (("weight_decay", weight_decay), ("batch_size", batch_size)):
+    for name, value in (("weight_decay", weight_decay), ("batch_size", batch_size), ("start", start)):
         if value is not None and total_rate is None:
             raise InputError(name, got="no --total-rate", expected="--total-rate, which it is for")
     if metric == "adam" and total_rate is not None and batch_size is None:
@@ -109,7 +121,7 @@ def first_order(
     limit = FirstOrder(
         task.model, task.train, task.query, loss=task.loss, weights=weights, collate=collate,
         labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
-        progress=True,
+        start=None if start is None else other_checkpoint(task.model, start), progress=True,
     )  # fmt: skip
     if total_rate is not None:
         kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size or 1)
