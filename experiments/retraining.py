@@ -52,7 +52,7 @@ BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
 TOLD = "that of training "
 """Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
-FIRST_ORDER_AT = (1.0, READ_AT, 100.0, 1000.0)
+FIRST_ORDER_AT = (0.0, 1.0, READ_AT, 100.0, 1000.0)
 """Without the noise of draws, any κ can be looked at."""
 LABELS = 2
 RECORDS = Path(__file__).parent / "records"
@@ -164,7 +164,10 @@ class Setting:
             }
             for name, cosine in (("GradSim", False), ("gradient cosine", True))
         }
-        groups["first-order"] = {self.first_order: lambda: self._first_order(work, budget)}
+        groups["first-order"] = {
+            self.first_order: lambda: self._first_order(work, budget),
+            f"{self.first_order}, layers alike": self._first_order_of_layers,
+        }
         if self.adam:
             chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
             for (label, weights), seed in itertools.product(chosen.items(), range(self.label_seeds)):
@@ -218,6 +221,12 @@ class Setting:
         for name, (drawn, seconds) in runs.items():
             read |= self._read(limit, name, self.sgd, built + seconds, spread=drawn)
         return read
+
+    def _first_order_of_layers(self) -> dict[str, Scores]:
+        """The same in the metric in which layers count alike, where no training says κ."""
+        started = time.perf_counter()
+        limit = self._limit(self.weights, metric="layers")
+        return self._read(limit, f"{self.first_order}, layers alike", {}, time.perf_counter() - started)
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
         """The same in the metric of Adam."""

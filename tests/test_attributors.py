@@ -142,6 +142,43 @@ def test_first_order_in_the_metric_of_adam(kappa: float) -> None:
     assert found.provenance["metric"] == "adam"
 
 
+@pytest.mark.parametrize("kappa", [0.0, 30.0])
+def test_first_order_in_a_metric_in_which_layers_count_alike(kappa: float) -> None:
+    """By gᵀMg with M one over the mean of v over each tensor; so a layer may be written in any unit.
+
+    One that no training example moves does not move.
+    """
+    model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
+    left, right = (losses_by_hand(model, *side) for side in (train, query))
+    sizes = [value.numel() for value in model.parameters()]
+    means = [np.square(part).mean() for part in np.split(left, np.cumsum(sizes)[:-1], axis=1)]
+    scale = np.repeat(1 / np.sqrt(means), sizes)
+    assert scale.max() > 2 * scale.min()
+    expected = influence_by_hand(left * scale, right * scale, left * scale, kappa, normalize=False)
+    limit = FirstOrder(model, train, query, labels=0, metric="layers")
+    found = limit.influence(kappa=kappa)
+    np.testing.assert_allclose(found.values, expected, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+    assert found.provenance["metric"] == "layers"
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.unused = classifier(), nn.Parameter(torch.ones(3))
+            with torch.no_grad():
+                self.model[0].weight.div_(100)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            first = nn.functional.linear(inputs, self.model[0].weight * 100, self.model[0].bias)
+            return self.model[2](self.model[1](first)) + 0 * self.unused.sum()
+
+    scaled = FirstOrder(Scaled(), train, query, labels=0, metric="layers").influence(kappa=kappa)
+    np.testing.assert_allclose(scaled.values, found.values, rtol=2e-3, atol=1e-5 * np.abs(expected).max())
+    plain = FirstOrder(Scaled(), train, query, labels=0).influence(kappa=kappa)
+    assert np.linalg.norm(plain.values / 1e4 - found.values) > 0.1 * np.linalg.norm(found.values)
+    with pytest.raises(jostle.InputError, match=r"metric: got 'layers', in which nothing is trained.*give a κ"):
+        FirstOrder(model, train, query, metric="layers").kappa_of_training(1.0)
+
+
 def test_how_gradients_are_taken_is_decided_in_full_precision() -> None:
     """Where TF32 is allowed, its rounding is no reason to take them one by one; and it is allowed again after."""
     seen, matmul = [], torch.backends.cuda.matmul
@@ -493,7 +530,7 @@ def test_first_order_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         jostle.InputError, match=r"loss on train: got RuntimeError: mat1 and mat2 .*, expected losses from"
     ):
         FirstOrder(nn.Linear(99, 3), train, query)
-    with pytest.raises(jostle.InputError, match="'isotropic' or 'adam'"):
+    with pytest.raises(jostle.InputError, match="'isotropic' or 'layers' or 'adam'"):
         FirstOrder(model, train, query, metric=cast(Any, "sgd"))
     # Of 5 examples and 4 queries, with h held: 8·(3h² + 5h + 8·(h + 5)) + 4·(h + 4)·(h + 9) bytes.
     train, query = examples(5, 1), examples(4, 2)

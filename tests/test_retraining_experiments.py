@@ -25,7 +25,7 @@ from experiments import (
     steadied,
 )
 from experiments.figures import draw
-from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, run
+from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, judged_by, run
 from torch import nn
 
 import jostle
@@ -64,7 +64,11 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     run(few, tmp_path / "work", record, Budget(10))
     methods = record.content["measured"]["all"]["0.5"]["methods"]
     names = [name for name in methods if name.startswith("first order")]
-    assert len(names) == 2 * len(FIRST_ORDER_AT) * 2 + 2 * (len(FIRST_ORDER_AT) + 1)
+    # As they are, with a spread, and of layers alike; and of Adam, which has been told a κ: covariances and correlations.
+    assert len(names) == 2 * (3 * len(FIRST_ORDER_AT) + len(FIRST_ORDER_AT) + 1)
+    scores = dict.fromkeys(names, jostle.Scores(values=np.zeros((1, 1)), method="x"))
+    assert judged_by("0.5", scores) == scores
+    assert scores.keys() - judged_by("0.25", scores) == {name for name in names if name.endswith("of training 0.5")}
     told = methods[f"{few.in_adam}, covariance, read at κ = that of training 0.5"]
     assert told["per_query"] > 0.6
     assert told["kappa"] not in FIRST_ORDER_AT

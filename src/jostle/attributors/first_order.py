@@ -14,7 +14,8 @@ are drawn one by one, so that gradients of different tokens are uncorrelated, as
 The localization need not be the same for all weights: of draws δ ~ N(0, M/γ) all of the above holds with gᵢᵀMgⱼ for
 gᵢᵀgⱼ. A model that is trained by Adam moves each weight by the step that it has divided by the root of a mean square,
 so that M = diag(1/√v), with v the mean square of the weight's gradient over the examples, says how far training would
-move it (``metric="adam"``).
+move it (``metric="adam"``). Or each layer may count alike, by one over the mean of v over its weights
+(``metric="layers"``): where layers differ in how strongly they act, a few would otherwise have all the say.
 
 How far to hold, the training says. Along a direction of curvature h an optimum follows a change of the data by 1/h,
 and gradient descent from w*, whose learning rates sum to τ and whose weight decay is w, by about 1/(h + w + 1/τ); Adam
@@ -74,7 +75,7 @@ ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
 
 
-Metric = Literal["isotropic", "adam"]
+Metric = Literal["isotropic", "layers", "adam"]
 
 
 class Draws(Protocol):
@@ -113,8 +114,8 @@ class FirstOrder:
             is drawn for that share of the examples, by chance: enough for a small κ. With 0, or a loss of which labels
             cannot be drawn (any but those of `jostle.losses`), the losses themselves are held.
         seed: of the labels.
-        metric: "isotropic", all weights alike, or "adam", each as far as Adam would move it: for what is trained again
-            by Adam or AdamW.
+        metric: "isotropic", all weights alike; "layers", those of each tensor by one over the mean square of their
+            gradients; or "adam", each weight as far as Adam would move it: for what is trained again by Adam or AdamW.
         start: the model from which it is trained again, where that is not w*: `kappa_of_training` then counts the
             curvature that is there.
         rounded: round gradients to bfloat16 before they are multiplied, which on a GPU is many times as fast, and twice
@@ -159,9 +160,9 @@ class FirstOrder:
             for data in sets.values():
                 check_unchanged(in_place, loss, data)
             each = PerExample(in_place, loss, buffer_bytes)
-            if metric == "adam":
+            if metric != "isotropic":
                 tell("the mean square of every weight's gradient")
-                each.scale = _adam(each, sets["train"])
+                each.scale = _scale(each, sets["train"], metric)
             tell("drawing labels")
             labelled = sets["train"]
             if 0 < drawn < 1:
@@ -275,6 +276,9 @@ class FirstOrder:
         Raises:
             InputError: the losses themselves are held, whose gradients are no curvature.
         """
+        if self._about["metric"] == "layers":
+            expected = "'isotropic' for SGD, 'adam' for Adam and AdamW"
+            raise InputError("metric", got="'layers', in which nothing is trained", expected=expected, fix="give a κ")
         if not self._about["labels"]:
             expected = "labels of the model: they show its curvature"
             raise InputError("labels", got="0, or a loss of which none can be drawn", expected=expected, fix="give a κ")
@@ -344,13 +348,16 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-def _adam(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
-    """The root of 1/√v, with v the mean square of each weight's gradient; 0 where Adam would not move it either."""
+def _scale(each: PerExample, data: Data, metric: Metric) -> Float[Tensor, " weight"]:
+    """The root of M, from v, the mean square of each weight's gradient; 0 where Adam would not move it either."""
     total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
     for _, rows in each(data, range(len(data))):
         total += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square_()
     size = (total / len(data)).sqrt_()
-    return torch.where(size > ADAM_STABILIZER, size.rsqrt(), 0.0).to(each.moving.dtype)
+    if metric == "layers":
+        sizes = [math.prod(shape) for shape in each.moving.shapes]
+        size = torch.cat([layer.square().mean().sqrt().expand(len(layer)) for layer in size.split(sizes)])
+    return torch.where(size > ADAM_STABILIZER, size.pow(-1 if metric == "layers" else -0.5), 0.0).to(each.moving.dtype)
 
 
 def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:

@@ -44,8 +44,11 @@ def first_order(
         Path, typer.Argument(metavar="FILE", help="Where scores go; ending in .safetensors.", show_default=False)
     ],
     metric: Annotated[
-        Literal["isotropic", "adam"],
-        typer.Option(metavar="NAME", help="isotropic: all weights alike; adam: each as far as Adam moves it."),
+        Literal["isotropic", "layers", "adam"],
+        typer.Option(
+            metavar="NAME",
+            help="isotropic: all weights alike; layers: all layers; adam: each weight as far as Adam moves it.",
+        ),
     ] = "isotropic",
     labels: Annotated[
         float,
