@@ -29,7 +29,7 @@ from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Recor
 from torch import nn
 
 import jostle
-from jostle.attributors import gradient_similarity
+from jostle.attributors import FirstOrder, gradient_similarity
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.models.functional import sample_means
@@ -88,6 +88,24 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     assert found["per_query"] == pytest.approx(lds(bank, expected).value)
     assert found["weights"] == pytest.approx([*expected.provenance["toward"]["weights"].values()], rel=1e-4)
     assert found["seconds"] > methods["BIF blind, correlation"]["seconds"]
+
+
+def test_units_in_which_layers_are_alike_are_the_metric_in_which_they_count_alike() -> None:
+    """The model stays what it is; cosines of its gradients, and draws around it, are those of the metric."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    (alike,) = cifar10_retraining.layers_alike([model], TRAIN_SET, jostle.losses.classification())
+    torch.testing.assert_close(alike(TRAIN_SET[0]), model(TRAIN_SET[0]))
+    limit = FirstOrder(model, TRAIN_SET, QUERY_SET, labels=0, metric="layers").influence(kappa=0, normalize=True)
+    cosines = gradient_similarity(alike, TRAIN_SET, QUERY_SET, cosine=True).values
+    np.testing.assert_allclose(cosines, limit.values, atol=1e-4)
+    plain = gradient_similarity(model, TRAIN_SET, QUERY_SET, cosine=True).values
+    assert np.abs(cosines - plain).max() > 0.05
+    near = jostle.Posterior(n_beta=0.0, localization=1e6)
+    run = jostle.attribute(
+        alike, TRAIN_SET, QUERY_SET, posterior=near, sampler=jostle.Gaussian(), chains=2, draws=2_000, progress=False
+    )
+    np.testing.assert_allclose(run.influence(normalize=True).values, cosines, atol=5 / np.sqrt(4_000))
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
+from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, mean_squares, products
 from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import InputError
@@ -350,10 +350,7 @@ def _memory(device: torch.device) -> int | None:
 
 def _scale(each: PerExample, data: Data, metric: Metric) -> Float[Tensor, " weight"]:
     """The root of M, from v, the mean square of each weight's gradient; 0 where Adam would not move it either."""
-    total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
-    for _, rows in each(data, range(len(data))):
-        total += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square_()
-    size = (total / len(data)).sqrt_()
+    size = mean_squares(each, data).sqrt_()
     if metric == "layers":
         sizes = [math.prod(shape) for shape in each.moving.shapes]
         size = torch.cat([layer.square().mean().sqrt().expand(len(layer)) for layer in size.split(sizes)])

@@ -286,6 +286,14 @@ class PerExample:
             return vmap(grad(loss_of_one), in_dims=(None, 0))(self._model.moving.center, singles)
 
 
+def mean_squares(each: PerExample, data: Data) -> Float[Tensor, " weight"]:
+    """v, the mean square of each weight's gradient over the examples, in double precision."""
+    total = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
+    for _, rows in each(data, range(len(data))):
+        total += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square_()
+    return total / len(data)
+
+
 @contextlib.contextmanager
 def _all_digits() -> Iterator[None]:
     """Products in full precision for a while: in TF32, two ways to one gradient may differ by far."""
