@@ -250,9 +250,10 @@ def layers_alike(models: Sequence[nn.Module], data: Any, loss: Loss) -> list[nn.
     moving = MovingWeights(models[0], "all")
     with eval_mode(models[0]), InPlace(models[0], moving) as in_place:
         squares = mean_squares(PerExample(in_place, loss), Data(data, "train", device=in_place.device))
-    layers = squares.split([math.prod(shape) for shape in moving.shapes])
+    layers = [layer.mean() for layer in squares.split([math.prod(shape) for shape in moving.shapes])]
     factors = {
-        name: (squares.mean() / layer.mean()).sqrt().item() for name, layer in zip(moving.names, layers, strict=True)
+        name: (squares.mean() / layer).sqrt().item() if layer else 1.0
+        for name, layer in zip(moving.names, layers, strict=True)
     }
     copies = [copy.deepcopy(model) for model in models]
     for model, (name, factor) in itertools.product(copies, factors.items()):
@@ -310,7 +311,8 @@ def settings_of(
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
-            read_at=arguments.read_at, only=arguments.only, sgd=sgd, start=start,
+            read_at=arguments.read_at, only=arguments.only,
+            sgd={} if arguments.alike else sgd, start=start,  # in other units nothing is trained
         )  # fmt: skip
 
 

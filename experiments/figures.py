@@ -29,7 +29,7 @@ def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice, and
     what is read as each bank's training says."""
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
-    told = [f"{name.partition(', covariance')[0]}{OF_THE_TRAINING}" for name in first if _told(name)]
+    told = dict.fromkeys(f"{name.partition(', covariance')[0]}{OF_THE_TRAINING}" for name in first if _told(name))
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", "read at κ")

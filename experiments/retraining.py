@@ -139,7 +139,7 @@ class Setting:
     @property
     def first_order(self) -> str:
         """What the scores of `FirstOrder` are called."""
-        return f"first order, {self.labels:g} label{'s' if self.labels > 1 else ''}"
+        return f"first order, {self.labels:g} label{'s' if self.labels > 1 or not self.labels else ''}"
 
     @property
     def in_adam(self) -> str:

@@ -330,7 +330,7 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["a directory", "start.pt", "start.safetensors"])
 def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save_model
 
     from jostle.attributors import FirstOrder
 
@@ -347,7 +347,7 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
     elif kind == "start.pt":
         torch.save(start.state_dict(), tmp_path / kind)
     else:
-        save_file({name: value.clone() for name, value in start.state_dict().items()}, tmp_path / kind)
+        save_model(start, str(tmp_path / kind))  # which has one of two that are the same
     flags = ["--labels", 2, "--total-rate", 0.5, "-k", 0]
     file, there = tmp_path / "a.safetensors", tmp_path / kind
     result = jostle_command("first-order", file, *sources(place), *flags, "--start", there)
@@ -368,8 +368,25 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
         ("a.safetensors --batch-size 3", "batch_size: got no --total-rate, expected --total-rate, which it is for"),
         ("a.safetensors --kappa 3 --total-rate 1", "kappa: got --total-rate as well, expected one of the two"),
         ("a.safetensors --start x.pt", "start: got no --total-rate, expected --total-rate, which it is for"),
-        ("a.safetensors --total-rate 1 --start ./x.pt", "model: got ./x.pt, which does not exist"),
-        ("a.safetensors --total-rate 1 --start broken.pt", "start: got broken.pt, which could not be loaded ("),
+        (
+            "a.safetensors --total-rate 1 --labels 1 --start ./x.pt",
+            "start: got ./x.pt, which could not be loaded (File",
+        ),
+        ("a.safetensors --total-rate 1 --labels 1 --start ./x", "model: got ./x, which does not exist"),
+        (
+            "a.safetensors --total-rate 1 --labels 1 --start empty.pt",
+            "start: got empty.pt, which could not be loaded (",
+        ),
+        (
+            "a.safetensors --total-rate 1 --labels 1 --start other.pt",
+            "start: got other.pt, which could not be loaded (ValueError: it lacks ['",
+        ),
+        ("a.safetensors --total-rate 1 --metric layers", "metric: got layers and --total-rate, expected isotropic for"),
+        ("a.safetensors --total-rate 1", "labels: got 0 and --total-rate, expected labels of the model"),
+        (
+            "a.safetensors --total-rate 1 --labels 1 --start broken.pt",
+            "start: got broken.pt, which could not be loaded (",
+        ),
         ("nowhere/a.safetensors", "file: got nowhere/a.safetensors, expected a folder that exists"),
         ("a.safetensors --show 2", "show: got 2, expected an index below 2"),
         (
@@ -383,7 +400,9 @@ def test_first_order_refuses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.pt").write_bytes(b"not weights")
-    result = jostle_command("first-order", *words.split(), *sources(place), "--labels", 0)
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
+    result = jostle_command("first-order", "--labels", 0, *sources(place), *words.split())
     assert result.exit_code == 2
     assert said in result.stderr
     assert not Path("a.safetensors").exists()

@@ -29,6 +29,7 @@ from jostle.runs.planning import require_room
 log = logging.getLogger("jostle")
 
 
+STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 EXPECTED_MODEL = "a directory with a causal language model and its tokenizer, or a hub id"
 
 
@@ -96,16 +97,21 @@ def language_model(
 
 def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
     """The model at other weights, on the same device: of a file with a state dict, or of a causal language model."""
-    device = next(model.parameters()).device
-    if not Path(name).is_file():
+    if not Path(name).is_file() and Path(name).suffix not in STATE_DICTS:
         _require_place(name)
-        return _load(name, str(device), spread=False)[0]
+        return _load(name, str(next(model.parameters()).device), spread=False)[0]
     try:
         state = load_file(name) if name.endswith(".safetensors") else torch.load(name, "cpu", weights_only=True)
         other = copy.deepcopy(model)
-        other.load_state_dict(state)
+        missing, unknown = other.load_state_dict(state, strict=False)
+        places = {key: value.data_ptr() for key, value in other.state_dict().items()}
+        known = {place for key, place in places.items() if key in state}
+        # Of tensors that are one and the same, a file may have only one.
+        lacking = [key for key in missing if places[key] not in known]
+        if lacking or unknown:
+            raise ValueError(f"it lacks {lacking[:3]}, and has {unknown[:3]} besides")
     except Exception as error:  # files fail in many ways, and so do weights of another shape
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         expected = "a file with the model's state dict (.pt or .safetensors), or a language model's directory"
         raise InputError("start", got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
     return other

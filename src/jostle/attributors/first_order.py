@@ -29,6 +29,7 @@ learnt move by more than their gradients say. So gradients may say which losses 
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
@@ -159,6 +160,9 @@ class FirstOrder:
             _require_room(count, len(sets["query"]), drawn, in_place.device)
             for data in sets.values():
                 check_unchanged(in_place, loss, data)
+            begins_elsewhere = start is not None and start is not model
+            if begins_elsewhere:
+                _require_start(start, weights, in_place, drawn)
             each = PerExample(in_place, loss, buffer_bytes)
             if metric != "isotropic":
                 tell("the mean square of every weight's gradient")
@@ -166,8 +170,8 @@ class FirstOrder:
             tell("drawing labels")
             labelled = sets["train"]
             if 0 < drawn < 1:
-                some = np.random.default_rng(seed).permutation(count)[: _held_count(count, drawn)]
-                labelled = _these(labelled, np.sort(some))
+                some = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: _held_count(count, drawn)]
+                labelled = _these(labelled, np.sort(some.numpy()))
             held = _relabelled(in_place, loss, labelled, math.ceil(drawn), seed)
             # In one call, so that where they fit the buffer each gradient is taken once. Of the training examples with
             # each other none are needed where labels are held.
@@ -179,14 +183,9 @@ class FirstOrder:
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, labelled).to(in_place.device, torch.float64)
             self._relative_curvature = 1.0
-            if start is not None and start is not model:
+            if start is not None and begins_elsewhere:
                 tell("the curvature where training begins")
-                for device in {value.device for value in start.parameters()} - {in_place.device}:
-                    raise InputError("start", got=f"a model on {device}", expected=f"one on {in_place.device}")
-                there = MovingWeights(start, weights)
-                if (there.names, there.shapes) != (moving.names, moving.shapes):
-                    raise InputError("start", got="a model with other weights", expected="one with those of the model")
-                with eval_mode(start), InPlace(start, there) as begin:
+                with eval_mode(start), InPlace(start, MovingWeights(start, weights)) as begin:
                     self._relative_curvature = _relative_curvature(
                         begin, in_place, loss, sets["train"], math.ceil(drawn), seed, each.scale, buffer_bytes
                     )
@@ -194,7 +193,8 @@ class FirstOrder:
         self._count = count
         held_count = max(1, len(held)) * len(labelled)
         share = held_count / count
-        self._about = {"labels": share if held else 0, "seed": seed, "metric": metric, "rounded": rounded}
+        about_labels = 0 if not held else int(share) if share.is_integer() else share
+        self._about = {"labels": about_labels, "seed": seed, "metric": metric, "rounded": rounded}
         holding, asked = slice(held_count), slice(held_count, len(left))
         trained = slice(len(left), None) if held else holding
         # In double precision, and part by part: all of them at once would be several times as many.
@@ -207,7 +207,17 @@ class FirstOrder:
         self._scores, self._squares = scores.T, (squares[trained], squares[asked])
         self._across, self._asked = across.mul_(weights_held[:, None]), own_asked.mul_(weights_held[:, None])
         self._held = own.mul_(weights_held).mul_(weights_held[:, None])
-        self._largest = _largest_eigenvalue(self._held)
+
+    @functools.cached_property
+    def _largest(self) -> float:
+        found = _largest_eigenvalue(self._held)
+        if not math.isfinite(found) or not found:
+            got = "gradients that are all 0" if found == 0 else "gradients that are no finite numbers"
+            expected = "weights that move the losses that are held" + (
+                ", or more labels" if self._about["labels"] else ""
+            )
+            raise InputError("train", got=got, expected=expected)
+        return found
 
     def influence(self, *, kappa: float = KAPPA, normalize: bool = False, spread: Draws | None = None) -> Scores:
         """Return the scores read at κ; negative helps.
@@ -232,7 +242,7 @@ class FirstOrder:
                 expected = "one at which the products of gradients, in single precision, still have digits"
                 raise InputError("kappa", got=f"{kappa:g}", expected=expected, fix="lower it")
             solved = torch.cholesky_solve(self._asked, root)
-            scores = scores - self._across.T @ solved
+            scores = torch.addmm(scores, self._across.T, solved, alpha=-1)
             if normalize:
                 known = [
                     torch.linalg.solve_triangular(root, some, upper=False).square().sum(0)
@@ -240,11 +250,13 @@ class FirstOrder:
                 ]
                 train = train - torch.cat(known)
                 query = query - (self._asked * solved).sum(0)
+        factors = None
         if normalize:
-            lengths = (side.clamp(min=torch.finfo(side.dtype).tiny).sqrt() for side in (train, query))
-            scores = scores / torch.outer(*lengths)
+            factors = [side.clamp(min=torch.finfo(side.dtype).tiny).rsqrt() for side in (train, query)]
         elif spread is not None:
-            scores = scores * torch.outer(*(self._widths(name, spread) for name in ("train", "query")))
+            factors = [self._widths(name, spread) for name in ("train", "query")]
+        if factors is not None:
+            scores = (scores * factors[0][:, None]).mul_(factors[1])
         return Scores(
             values=-scores.float().cpu().numpy(),
             method="first order",
@@ -274,7 +286,8 @@ class FirstOrder:
                 of a batch's gradient: √(batch size) smaller than that of a single example's.
 
         Raises:
-            InputError: the losses themselves are held, whose gradients are no curvature.
+            InputError: the losses themselves are held, whose gradients are no curvature; or layers count alike, in
+            which nothing is trained.
         """
         if self._about["metric"] == "layers":
             expected = "'isotropic' for SGD, 'adam' for Adam and AdamW"
@@ -320,7 +333,7 @@ def _require_room(train: int, query: int, labels: float, device: torch.device) -
         held = _held_count(train, labels)
         # In double precision: of what is held the matrix, damped, factored; its products with the examples, and those
         # of the queries with both, once more while scores are read.
-        read = 8 * (3 * held**2 + held * train + 2 * (held + train) * query)
+        read = 8 * (3 * held**2 + held * train + 2 * held * query + 4 * train * query)
         single = 4 * (held + query) * (held + query + (train if labels else 0))
         return read + (0 if device.type == "cuda" else single)  # which stay in the machine's memory
 
@@ -349,12 +362,15 @@ def _memory(device: torch.device) -> int | None:
 
 
 def _scale(each: PerExample, data: Data, metric: Metric) -> Float[Tensor, " weight"]:
-    """The root of M, from v, the mean square of each weight's gradient; 0 where Adam would not move it either."""
+    """The root of M, from v, the mean square of each weight's gradient; 0 where nothing, or Adam, would move it."""
     size = mean_squares(each, data).sqrt_()
     if metric == "layers":
         sizes = [math.prod(shape) for shape in each.moving.shapes]
         size = torch.cat([layer.square().mean().sqrt().expand(len(layer)) for layer in size.split(sizes)])
-    return torch.where(size > ADAM_STABILIZER, size.pow(-1 if metric == "layers" else -0.5), 0.0).to(each.moving.dtype)
+        scale = torch.where(size > 0, size.reciprocal(), 0.0)
+    else:
+        scale = torch.where(size > ADAM_STABILIZER, size.rsqrt(), 0.0)
+    return scale.to(each.moving.dtype)
 
 
 def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:
@@ -385,6 +401,18 @@ def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) ->
     ]
 
 
+def _require_start(start: Any, weights: WeightSelection, model: InPlace, labels: float) -> None:
+    """Refuse a start that cannot be compared with the model, before gradients are taken."""
+    if not labels:
+        expected = "labels of the model: they show its curvature"
+        raise InputError("start", got="labels=0, or a loss of which none can be drawn", expected=expected)
+    for device in {value.device for value in start.parameters()} - {model.device}:
+        raise InputError("start", got=f"a model on {device}", expected=f"one on {model.device}")
+    there = MovingWeights(start, weights)
+    if (there.names, there.shapes) != (model.moving.names, model.moving.shapes):
+        raise InputError("start", got="a model with other weights", expected="one with those of the model")
+
+
 def _relative_curvature(
     start: InPlace, model: InPlace, loss: Any, data: Data, labels: int, seed: int, scale: Tensor | None, buffer: int
 ) -> float:
@@ -392,9 +420,6 @@ def _relative_curvature(
 
     Of some examples, and of the products of different ones alone: an example's own labels are not independent.
     """
-    if not labels:
-        expected = "labels of the model: they show its curvature"
-        raise InputError("start", got="labels=0, or a loss of which none can be drawn", expected=expected)
     places = np.linspace(0, len(data) - 1, min(len(data), EXAMPLES)).round().astype(int)
     few, sides = _these(data, places), []
     for place in (start, model):
@@ -402,7 +427,8 @@ def _relative_curvature(
         each.scale = scale
         sides.append(Gradients([(each, drawn) for drawn in _relabelled(place, loss, few, labels, seed)]))
     lengths = _lengths(model, loss, few).numpy()
-    counted = np.tile(np.outer(lengths, lengths) * (1 - np.eye(len(places))), (labels, labels))
+    drawn = len(sides[1]) // len(places)  # of a single output one label says it all, however many are asked for
+    counted = np.tile(np.outer(lengths, lengths) * (1 - np.eye(len(places))), (drawn, drawn))
     across, own = (float((products(side, sides[1], buffer) ** 2 * counted).sum()) for side in sides)
     if not own:
         raise InputError("train", got="gradients that have nothing in common", expected="several examples alike")
@@ -442,8 +468,6 @@ def _largest_eigenvalue(products: Float[Tensor, "held held"]) -> float:
     for _ in range(ITERATIONS):
         vector = products @ (vector / vector.norm())
         before, found = found, float(vector.norm())
-        if abs(found - before) <= CLOSE * found:
+        if not abs(found - before) > CLOSE * found:  # nor where it is no number
             break
-    if not found:
-        raise InputError("train", got="gradients that are all 0", expected="weights that move training losses")
     return found
