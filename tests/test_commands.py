@@ -328,7 +328,7 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
     np.testing.assert_allclose(rounded.values, limit.influence().values, rtol=1e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["a directory", "start.pt", "start.safetensors"])
+@pytest.mark.parametrize("kind", ["a directory", "start.safetensors"])
 def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_model
 
@@ -344,8 +344,6 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
     if kind == "a directory":
         shutil.copytree(place / "model", tmp_path / kind)
         start.save_pretrained(tmp_path / kind)
-    elif kind == "start.pt":
-        torch.save(start.state_dict(), tmp_path / kind)
     else:
         save_model(start, str(tmp_path / kind))  # which has one of two that are the same
     flags = ["--labels", 2, "--total-rate", 0.5, "-k", 0]
@@ -378,9 +376,10 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
             "start: got empty.pt, which could not be loaded (",
         ),
         (
-            "a.safetensors --total-rate 1 --labels 1 --start other.pt",
-            "start: got other.pt, which could not be loaded (ValueError: it lacks ['",
+            "a.safetensors --total-rate 1 --labels 1 --start other.safetensors",
+            "start: got other.safetensors, which could not be loaded (ValueError: it lacks ['",
         ),
+        ("a.safetensors --total-rate 1 --labels 1 --start pickled.pt", "as safetensors (safetensors.torch.save_model)"),
         ("a.safetensors --total-rate 1 --metric layers", "metric: got layers and --total-rate, expected isotropic for"),
         ("a.safetensors --total-rate 1", "labels: got 0 and --total-rate, expected labels of the model"),
         (
@@ -398,10 +397,13 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
 def test_first_order_refuses(
     words: str, said: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from safetensors.torch import save_file
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.pt").write_bytes(b"not weights")
     (tmp_path / "empty.pt").write_bytes(b"")
-    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "pickled.pt")
+    save_file(torch.nn.Linear(2, 2).state_dict(), tmp_path / "other.safetensors")
     result = jostle_command("first-order", "--labels", 0, *sources(place), *words.split())
     assert result.exit_code == 2
     assert said in result.stderr

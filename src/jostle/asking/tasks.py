@@ -101,7 +101,7 @@ def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
         _require_place(name)
         return _load(name, str(next(model.parameters()).device), spread=False)[0]
     try:
-        state = load_file(name) if name.endswith(".safetensors") else torch.load(name, "cpu", weights_only=True)
+        state = load_file(name)  # and no pickle, which may run whatever it likes
         other = copy.deepcopy(model)
         missing, unknown = other.load_state_dict(state, strict=False)
         places = {key: value.data_ptr() for key, value in other.state_dict().items()}
@@ -112,7 +112,9 @@ def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
             raise ValueError(f"it lacks {lacking[:3]}, and has {unknown[:3]} besides")
     except Exception as error:  # files fail in many ways, and so do weights of another shape
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        expected = "a file with the model's state dict (.pt or .safetensors), or a language model's directory"
+        expected = (
+            "the model's state dict as safetensors (safetensors.torch.save_model), or a language model's directory"
+        )
         raise InputError("start", got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
     return other
 

@@ -73,7 +73,7 @@ def first_order(
         str | None,
         typer.Option(
             metavar="CHECKPOINT",
-            help=f"{_TRAINING}where it begins, if not at the model: a language model, or a file with a state dict.",
+            help=f"{_TRAINING}where it begins, if not at the model: an LM, or weights in a .safetensors file.",
         ),
     ] = None,
     correlation: Annotated[
