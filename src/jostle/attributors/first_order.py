@@ -160,8 +160,8 @@ class FirstOrder:
             _require_room(count, len(sets["query"]), drawn, in_place.device)
             for data in sets.values():
                 check_unchanged(in_place, loss, data)
-            begins_elsewhere = start is not None and start is not model
-            if begins_elsewhere:
+            start = None if start is model else start
+            if start is not None:
                 _require_start(start, weights, in_place, drawn)
             each = PerExample(in_place, loss, buffer_bytes)
             if metric != "isotropic":
@@ -183,7 +183,7 @@ class FirstOrder:
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, labelled).to(in_place.device, torch.float64)
             self._relative_curvature = 1.0
-            if start is not None and begins_elsewhere:
+            if start is not None:
                 tell("the curvature where training begins")
                 with eval_mode(start), InPlace(start, MovingWeights(start, weights)) as begin:
                     self._relative_curvature = _relative_curvature(
@@ -401,7 +401,7 @@ def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) ->
     ]
 
 
-def _require_start(start: Any, weights: WeightSelection, model: InPlace, labels: float) -> None:
+def _require_start(start: nn.Module, weights: WeightSelection, model: InPlace, labels: float) -> None:
     """Refuse a start that cannot be compared with the model, before gradients are taken."""
     if not labels:
         expected = "labels of the model: they show its curvature"
