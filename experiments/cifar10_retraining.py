@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from benchmarks.vision import ResNet9
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 import jostle
 from experiments.figures import draw
@@ -43,13 +40,8 @@ from experiments.retraining import (
     parser_of,
     run,
 )
-from jostle.attributors.gradients import PerExample, mean_squares
 from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
-from jostle.losses import Loss
-from jostle.models.functional import eval_mode
-from jostle.models.in_place import InPlace
-from jostle.models.weights import MovingWeights
 
 WARM_UP_IMAGES, WARM_UP_STEPS = 2_500, 100
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, BIAS_SCALER, LABEL_SMOOTHING = 10.0, 0.85, 0.0153, 64.0, 0.2
@@ -227,41 +219,6 @@ class Retrainer:
         return model
 
 
-class Times(nn.Module):
-    """A weight in other units."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, original: Tensor) -> Tensor:
-        return self.factor * original
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight / self.factor
-
-
-def layers_alike(models: Sequence[nn.Module], data: Any, loss: Loss) -> list[nn.Module]:
-    """The same models in units in which, of the first, all tensors have gradients of the same mean square.
-
-    Localized draws of it are those of a localization of its own for every tensor; the mean square of a whole gradient
-    stays what it was, so that losses move about as far.
-    """
-    moving = MovingWeights(models[0], "all")
-    with eval_mode(models[0]), InPlace(models[0], moving) as in_place:
-        squares = mean_squares(PerExample(in_place, loss), Data(data, "train", device=in_place.device))
-    layers = [layer.mean() for layer in squares.split([math.prod(shape) for shape in moving.shapes])]
-    factors = {
-        name: (squares.mean() / layer).sqrt().item() if layer else 1.0
-        for name, layer in zip(moving.names, layers, strict=True)
-    }
-    copies = [copy.deepcopy(model) for model in models]
-    for model, (name, factor) in itertools.product(copies, factors.items()):
-        module, _, own = name.rpartition(".")
-        parametrize.register_parametrization(model.get_submodule(module), own, Times(factor))
-    return copies
-
-
 def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     with torch.no_grad():
         right = [
@@ -302,17 +259,14 @@ def settings_of(
                 retrainer, images.query, loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget,
                 record=record, batch_size=2_000, key=f"alpha_attribution {share:g}, alpha_retrain {key}",
             )  # fmt: skip
-        name, analysed, start = f"seed {seed}, alpha_attribution {share:g}", model, retrainer.start(seed=0)
-        if arguments.alike:
-            name, (analysed, start) = f"{name}, layers alike", layers_alike([model, start], data, loss)
         yield Setting(
-            name, analysed, data, images.query, loss, banks, bif,
+            f"seed {seed}, alpha_attribution {share:g}", model, data, images.query, loss, banks, bif,
             sampling_data=images.all, potential_loss=smoothed if arguments.smoothing else None,
             batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
             read_at=arguments.read_at, only=arguments.only,
-            sgd={} if arguments.alike else sgd, start=start,  # in other units nothing is trained
+            sgd=sgd, start=retrainer.start(seed=0), alike=arguments.alike, first_order_at=arguments.first_order_at,
         )  # fmt: skip
 
 
@@ -328,7 +282,6 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8, help="of the model that is analysed")
     parser.add_argument("--retrain-epochs", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
-    parser.add_argument("--alike", action="store_true", help="in units in which layers have gradients of one size")
     parser.add_argument("--smoothing", action="store_true", help="label smoothing in the BIF's potential too")
     parser.add_argument("--images", type=int, help="use only so many training images (to try the script)")
     return parser.parse_args(words)
@@ -355,7 +308,7 @@ def main() -> None:
         for name, found in chosen.items() if len(chosen) > 1 else ():
             seed = name.split(",")[0].replace(" ", "-")
             path = arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png")
-            draw(path, {name: found}, "alpha_retrain")
+            draw(path, {name: found}, "alpha_retrain", list(chosen.values()))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.retraining import DAMPINGS, READ, TOLD
-from jostle.diagnose.plots import CHAIN_COLOURS
 
 BEST, OF_THE_TRAINING = "EK-FAC, best damping", ", κ of the training"
 """Lines of which each bank has a point by another name."""
 
-PALE = 0.35
-"""How much is seen of a line that not all seeds are in: seeds are easier and harder, so it may not be compared."""
+REFERENCE = "EK-FAC, default damping"
+"""What all others are compared with, on the same seeds."""
+
+COLOURS = {
+    "BIF": ("plasma", 0.0, 0.55),
+    "EK-FAC": ("Oranges", 0.5, 0.8),
+    "gradient": ("Greens", 0.5, 0.8),
+    "GradSim": ("GnBu", 0.5, 0.75),
+    "first": ("Greys", 0.7, 1.0),
+    "TRAK": ("Wistia", 0.5, 0.9),
+}
+"""Of methods, by the first word of their names: a part of one of matplotlib's maps."""
+CONTROL, OTHER = "#999999", ("Reds", 0.6, 0.9)
+STYLES, MARKERS = ("-", "--", ":", "-."), "os^DvPX"
+LOWEST = -0.1
+"""What is farther below EK-FAC is not compared with it at a glance, and would press all others together."""
 
 
 def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | None:
@@ -27,7 +40,11 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
 
 def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice, and
-    what is read as each bank's training says."""
+    what is read as each bank's training says.
+
+    Of several seeds, what was measured on all of them: seeds are easier and harder, so that others cannot be compared.
+    What no such line is left of stays, too.
+    """
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
     told = dict.fromkeys(f"{name.partition(', covariance')[0]}{OF_THE_TRAINING}" for name in first if _told(name))
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
@@ -35,7 +52,40 @@ def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     left_out = (", seed", "sweep", "covariance", "read at κ")
     plain = [name for name in first if name not in tried and not any(part in name for part in left_out)]
     best = [BEST] if any(name.startswith("EK-FAC") for name in first) else []
-    return [*plain, *twice, *told, *best]
+    chosen = [*plain, *twice, *told, *best]
+    everywhere = [name for name in chosen if _count(name, settings) == len(settings)]
+    families = {_family(name) for name in everywhere}
+    return [name for name in chosen if name in everywhere or _family(name) not in families]
+
+
+def _count(name: str, settings: Sequence[Mapping[str, Any]]) -> int:
+    """On how many seeds it was measured."""
+    return sum(
+        any(row_of(name, bank, found["methods"]) is not None for bank, found in setting.items()) for setting in settings
+    )
+
+
+def _family(name: str) -> str:
+    return re.split("[ ,]", name)[0]
+
+
+def looks(methods: Sequence[str], controls: Collection[str]) -> dict[str, dict[str, Any]]:
+    """How each is drawn: a family has its colours, and its members differ in them, and in lines and marks."""
+    from matplotlib import colormaps
+
+    families: dict[str, list[str]] = {}
+    for name in methods:
+        families.setdefault("control" if name in controls else _family(name), []).append(name)
+    found = {}
+    for family, members in families.items():
+        colours, first, last = COLOURS.get(family, OTHER)
+        for number, name in enumerate(members):
+            place = first + (last - first) * number / max(1, len(members) - 1)
+            found[name] = {
+                "color": CONTROL if family == "control" else colormaps[colours](place),
+                "marker": MARKERS[number % len(MARKERS)], "linestyle": STYLES[number % len(STYLES)],
+            }  # fmt: skip
+    return {name: found[name] for name in methods}
 
 
 def row_of(name: str, bank: str, methods: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -52,9 +102,17 @@ def _told(name: str) -> bool:
     return f"covariance, read at κ = {TOLD}" in name
 
 
-def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
-    """LDS of every method against what the banks of a setting differ in; error bars over settings (seeds), or by
-    bootstrap where there is one setting. Below it, seconds."""
+def draw(
+    path: Path,
+    measured: Mapping[str, Mapping[str, Any]],
+    xlabel: str,
+    among: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """LDS of every method against what the banks of a setting differ in, and how far from EK-FAC as it ships; error
+    bars over settings (seeds), or by bootstrap where there is one setting. Beside it, seconds.
+
+    Of one seed ``among`` others, what is shown of all of them.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -63,54 +121,82 @@ def draw(path: Path, measured: Mapping[str, Mapping[str, Any]], xlabel: str) -> 
     if len(settings) == len(banks) == 1:
         draw_one_bank(path, settings[0][banks[0]]["methods"])
         return
-    methods = shown_methods(settings)
-    figure = Figure(figsize=(16, 6), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=[1, 1, 0.6])
-    styles = ["-", "--", ":"]
-    for index, name in enumerate(methods):
-        rows = []
-        for setting in settings:
-            for place, bank in enumerate(banks):
-                row = row_of(name, bank, setting.get(bank, {}).get("methods", {}))
-                if row:
-                    rows.append((place, row))
-        if not rows:
+    figure = Figure(figsize=(19, 7), layout="constrained")
+    panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 0.7])
+    chosen = shown_methods(among or settings)
+    rows_of_all = [row for setting in settings for found in setting.values() for row in found["methods"].items()]
+    controls = {name for name, row in rows_of_all if row["control"]}
+    for name, look in looks(chosen, controls).items():
+        rows, beside = (
+            [[row_of(of, bank, setting.get(bank, {}).get("methods", {})) for bank in banks] for setting in settings]
+            for of in (name, REFERENCE)
+        )
+        measured_on = _count(name, settings)
+        if not measured_on:
             continue
-        colour = "#999999" if rows[0][1]["control"] else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
-        marker = "sv^D"[index % 4] if rows[0][1]["control"] else "o"
-        style = styles[index // len(CHAIN_COLOURS) % len(styles)]
-        places = sorted({place for place, _ in rows})
-        seeds = max(sum(at == place for at, _ in rows) for place in places)
-        label = name if seeds == len(settings) else f"{name} ({seeds} of {len(settings)})"
-        for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
-            values = [[row[metric] for at, row in rows if at == place] for place in places]
-            alone = [next(row[f"{metric}_error"] for at, row in rows if at == place) for place in places]
-            errors = [
-                np.std(group, ddof=1) / np.sqrt(len(group)) if len(group) > 1 else one
-                for group, one in zip(values, alone, strict=True)
-            ]
-            panel.errorbar(
-                places, [np.mean(group) for group in values], yerr=errors, label=label, color=colour, marker=marker,
-                linestyle=style, capsize=3, markersize=4, alpha=1 if seeds == len(settings) else PALE,
-            )  # fmt: skip
-        seconds = [row["seconds"] for _, row in rows if "seconds" in row]
+        look |= {"capsize": 3, "markersize": 4}
+        look["label"] = name if measured_on == len(settings) else f"{name} ({measured_on} of {len(settings)})"
+        for panel, metric in ((panels[0], "per_query"), (panels[2], "per_subset")):
+            _line(panel, [_over_seeds(column, metric) for column in zip(*rows, strict=True)], look)
+        if name != REFERENCE and name not in controls:
+            pairs = zip(zip(*rows, strict=True), zip(*beside, strict=True), strict=True)
+            _line(panels[1], [_difference(ours, theirs) for ours, theirs in pairs], look)
+        seconds = [row["seconds"] for line in rows for row in line if row and "seconds" in row]
         if seconds and name != BEST:  # which takes another one's factors
-            panels[2].barh(name, np.median(seconds), color=colour)  # of seeds, some beside other work
-    for panel, title in zip(panels, ("LDS per query", "LDS per subset (the paper's)"), strict=False):
+            panels[3].barh(name, np.median(seconds), color=look["color"])  # of seeds, some beside other work
+    titles = ("LDS per query", f"less {REFERENCE}", "LDS per subset (the paper's)")
+    for panel, title in zip(panels, titles, strict=False):
         panel.set_xticks(range(len(banks)), banks)
-        panel.set(xlabel=xlabel, title=f"{title}, ± standard error")
+        panel.set(xlabel=xlabel)
+        panel.set_title(f"{title}, ± standard error", fontsize=10)
         panel.axhline(0, color="black", linewidth=0.8)
         panel.grid(alpha=0.3)
-    panels[2].set(xlabel="seconds, all included", title="time")
-    panels[2].set_xscale("log")
-    panels[2].xaxis.set(
+    panels[1].set_ylim(bottom=max(panels[1].get_ylim()[0], LOWEST))
+    panels[3].set(xlabel="seconds, all included", title="time")
+    panels[3].set_xscale("log")
+    panels[3].tick_params("y", labelsize=8)
+    panels[3].xaxis.set(
         major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=StrMethodFormatter("{x:g}"),
         minor_formatter=NullFormatter(),
     )  # fmt: skip
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=120)
+
+
+Row = Mapping[str, Any] | None
+
+
+def _over_seeds(rows: Sequence[Row], metric: str) -> tuple[float, float] | None:
+    """Their mean and its error; of one, the error that it has by itself."""
+    there = [row for row in rows if row]
+    if not there:
+        return None
+    return _mean([row[metric] for row in there]) or (there[0][metric], there[0][f"{metric}_error"])
+
+
+def _difference(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float] | None:
+    """Of the same seeds; of one, resampled alike."""
+    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one and other]
+    if not pairs:
+        return None
+    differences = [one["per_query"] - other["per_query"] for one, other in pairs]
+    replicates = [[row.get("per_query_replicates", []) for row in pair] for pair in pairs]
+    resampled = np.subtract(*replicates[0]) if all(map(len, replicates[0])) else np.array([np.nan])
+    return _mean(differences) or (differences[0], float(resampled.std()))
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float] | None:
+    """With its error, which a single one does not tell."""
+    return (float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))) if values[1:] else None
+
+
+def _line(panel: Any, points: Sequence[tuple[float, float] | None], look: Mapping[str, Any]) -> None:
+    there = [(place, *point) for place, point in enumerate(points) if point]
+    if there:
+        places, values, errors = zip(*there, strict=True)
+        panel.errorbar(places, values, yerr=np.nan_to_num(errors), **look)
 
 
 def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
@@ -124,10 +210,9 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
     names = sorted(grouped, key=lambda name: np.mean([row["per_query"] for row in grouped[name]]))
     figure = Figure(figsize=(14, 1.6 + 0.28 * len(names)), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True, width_ratios=[1, 1, 0.6])
-    for place, name in enumerate(names):
-        rows = grouped[name]
-        kind = "control" if rows[0]["control"] else name.split(",")[0].split()[0]
-        colour = {"control": "#999999", "BIF": "#0072B2", "EK-FAC": "#D55E00"}.get(kind, "#009E73")
+    styles = looks(names, {name for name in names if grouped[name][0]["control"]})
+    for place, (name, look) in enumerate(styles.items()):
+        rows, colour = grouped[name], look["color"]
         for panel, metric in zip(panels, ("per_query", "per_subset"), strict=False):
             value, error = (np.mean([row[key] for row in rows]) for key in (metric, f"{metric}_error"))
             panel.errorbar(value, place, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)

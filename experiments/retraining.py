@@ -31,7 +31,7 @@ from torch import nn
 import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
-from jostle.attributors import FirstOrder, ekfac, gradient_similarity, trak
+from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_alike, trak
 from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -50,6 +50,8 @@ READ = f", read at κ = {READ_AT:g}"
 
 BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
+ALIKE = ", layers alike"
+"""After the name of what is asked of the model in units in which its layers count alike."""
 TOLD = "that of training "
 """Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
 FIRST_ORDER_AT = (0.0, 1.0, READ_AT, 100.0, 1000.0)
@@ -131,10 +133,14 @@ class Setting:
     """The same where they are trained by SGD."""
     start: nn.Module | None = None
     """What they are trained again from, where that is not near the model."""
+    alike: bool = False
+    """Ask for gradients and draws in units in which layers count alike, too."""
     labels: float = LABELS
+    first_order_at: Sequence[float] = FIRST_ORDER_AT
     label_seeds: int = 1
     only: Sequence[str] = ()
     """Jobs to run, and their order; all where there is none."""
+    _cosines: dict[str, Scores] = field(default_factory=dict, init=False)
 
     @property
     def first_order(self) -> str:
@@ -156,17 +162,16 @@ class Setting:
         data = {"loss": self.loss, "weights": self.weights, "collate": self.collate}
         buffer = _buffer_bytes()
         groups: dict[str, dict[str, Callable[[], dict[str, Scores]]]] = {name: {} for name in self.methods}
+        units = ("", ALIKE) if self.alike else ("",)
         groups["gradients"] = {
-            name: lambda cosine=cosine, name=name: {
-                name: gradient_similarity(
-                    self.model, self.train, self.query, cosine=cosine, buffer_bytes=buffer, **data
-                )
+            f"{name}{unit}": lambda cosine=cosine, name=name, unit=unit: {
+                f"{name}{unit}": self._gradients(unit, cosine)
             }
-            for name, cosine in (("GradSim", False), ("gradient cosine", True))
+            for unit, (name, cosine) in itertools.product(units, (("GradSim", False), ("gradient cosine", True)))
         }
         groups["first-order"] = {
             self.first_order: lambda: self._first_order(work, budget),
-            f"{self.first_order}, layers alike": self._first_order_of_layers,
+            f"{self.first_order}{ALIKE}": self._first_order_of_layers,
         }
         if self.adam:
             chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
@@ -197,8 +202,10 @@ class Setting:
             ]
         }  # fmt: skip
         groups["bif"] = {
-            f"BIF {name}": lambda name=name, settings=settings: self._bif(name, settings, work, budget)
-            for name, settings in self.bif.items()
+            f"BIF {name}{unit}": lambda name=name, unit=unit, settings=settings: self._bif(
+                name, unit, settings, work, budget
+            )
+            for unit, (name, settings) in itertools.product(units, self.bif.items())
         }
         jobs = dict(self.extra)
         for group in self.methods:
@@ -223,10 +230,10 @@ class Setting:
         return read
 
     def _first_order_of_layers(self) -> dict[str, Scores]:
-        """The same in the metric in which layers count alike, where no training says κ."""
+        """The same in the metric in which layers count alike."""
         started = time.perf_counter()
-        limit = self._limit(self.weights, metric="layers")
-        return self._read(limit, f"{self.first_order}, layers alike", {}, time.perf_counter() - started)
+        limit = self._limit(self.weights, metric="layers", start=self.start)
+        return self._read(limit, f"{self.first_order}{ALIKE}", self.sgd, time.perf_counter() - started)
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
         """The same in the metric of Adam."""
@@ -241,7 +248,7 @@ class Setting:
 
         Each takes the seconds that the products took, and its own.
         """
-        at = {f"{kappa:g}": kappa for kappa in FIRST_ORDER_AT}
+        at = {f"{kappa:g}": kappa for kappa in self.first_order_at}
         for bank, training in trainings.items() if self.labels else ():
             at[f"{TOLD}{bank}"] = limit.kappa_of_training(**training)
         read = {}
@@ -274,7 +281,7 @@ class Setting:
         }  # fmt: skip
 
     def sample(
-        self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget
+        self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget, *, unit: str = ""
     ) -> tuple[jostle.Run, dict[str, Any]]:
         """One run of this setting, in ``work``, and what a record should say of it.
 
@@ -289,8 +296,10 @@ class Setting:
             seconds = chosen["seconds"]
             print(f"  calibrated: {chosen}", flush=True)
             options = {"sampler": DEFAULT_RULE, **{key: chosen[key] for key in CALIBRATED}, **options}
+        model, weights, found_in = self._in_units(unit)
+        seconds += found_in
         run, about = sample(
-            self.model, self.train, self.query, options, loss=self.loss, weights=self.weights, budget=budget,
+            model, self.train, self.query, options, loss=self.loss, weights=weights, budget=budget,
             out=work / "runs" / file_name(name), sampling_data=self.sampling_data, potential_loss=self.potential_loss,
             collate=self.collate, precision=self.precision,
         )  # fmt: skip
@@ -298,9 +307,10 @@ class Setting:
             kept.write_run(self.keep, file_name(f"{self.name}-{name}"), run)
         return run, about | {"seconds": about["seconds"] + seconds, **{key: options.get(key) for key in CALIBRATED}}
 
-    def _bif(self, name: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
+    def _bif(self, name: str, unit: str, settings: Mapping[str, Any], work: Path, budget: Budget) -> dict[str, Scores]:
         """One run, read as it is and at a larger n_beta; covariance is the paper's B, correlation its A."""
-        run, about = self.sample(name, settings, work, budget)
+        name += unit
+        run, about = self.sample(name, settings, work, budget, unit=unit)
         read = {}
         for kappa, kind in itertools.product((0.0, *self.read_at), ("covariance", "correlation")):
             with warnings.catch_warnings():
@@ -309,24 +319,39 @@ class Setting:
             label = f"BIF {name}, {kind}" + (f", read at κ = {kappa:g}" if kappa else "")
             read[label] = replace(scores, provenance={**scores.provenance, **about})
         if settings.get("sampler") == "gaussian":
-            cosines, started = self._cosines, time.perf_counter()
+            if unit not in self._cosines:
+                self._cosines[unit] = self._gradients(unit, cosine=True)
+            cosines = self._cosines[unit]
+            started = time.perf_counter()
             steadied = run.influence(normalize=True, standard_error=True).toward(cosines)
-            seconds = about["seconds"] + cosines.provenance["seconds"] + time.perf_counter() - started
+            own = cosines.provenance["seconds"] - self._in_units(unit)[-1]  # the units are found once
+            seconds = about["seconds"] + own + time.perf_counter() - started
             about = {**about, "seconds": seconds, "weights": [*steadied.provenance["toward"]["weights"].values()]}
             read[f"BIF {name}, toward gradient cosines"] = replace(
                 steadied, provenance={**steadied.provenance, **about}
             )
         return read
 
-    @functools.cached_property
-    def _cosines(self) -> Scores:
-        """What correlations of draws without a gradient tend to near w*."""
+    def _gradients(self, unit: str, cosine: bool) -> Scores:
+        """Similarity of gradients; as cosines, what correlations of draws without a gradient tend to near w*."""
+        model, weights, seconds = self._in_units(unit)
         started = time.perf_counter()
         found = gradient_similarity(
-            self.model, self.train, self.query, cosine=True, loss=self.loss, weights=self.weights, collate=self.collate,
+            model, self.train, self.query, cosine=cosine, loss=self.loss, weights=weights, collate=self.collate,
             buffer_bytes=_buffer_bytes(),
         )  # fmt: skip
-        return replace(found, provenance={**found.provenance, "seconds": time.perf_counter() - started})
+        seconds += time.perf_counter() - started
+        return replace(found, provenance={**found.provenance, "seconds": seconds})
+
+    def _in_units(self, unit: str) -> tuple[nn.Module, Any, float]:
+        """The model in such units, which of its weights move, and the seconds that it took to find them."""
+        return self._alike if unit else (self.model, self.weights, 0.0)
+
+    @functools.cached_property
+    def _alike(self) -> tuple[nn.Module, Any, float]:
+        started = time.perf_counter()
+        model = layers_alike(self.model, self.train, loss=self.loss, weights=self.weights, collate=self.collate)
+        return model, "all", time.perf_counter() - started
 
 
 def sample(
@@ -555,8 +580,13 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--dampings", type=float, nargs="*", default=DAMPINGS, help="tried for EK-FAC, beside its two")
     parser.add_argument("--scoring-batch", type=int, help="examples in one pass of EK-FAC")
     parser.add_argument("--labels", type=float, default=LABELS, help="drawn for every example, for the first order")
+    parser.add_argument(
+        "--first-order-at", type=float, nargs="*", metavar="KAPPA", default=FIRST_ORDER_AT,
+        help="where the first order is read, besides what trainings say",
+    )  # fmt: skip
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
+    parser.add_argument("--alike", action="store_true", help="gradients and draws besides in units of layers alike")
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)
     parser.set_defaults(**{"read_at": (READ_AT,), **defaults})

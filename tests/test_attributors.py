@@ -26,6 +26,7 @@ from jostle.attributors import (
     first_order,
     gradient_self_influence,
     gradient_similarity,
+    layers_alike,
     trak,
 )
 from jostle.attributors import gradients as gradients_module
@@ -185,8 +186,6 @@ def test_first_order_in_a_metric_in_which_layers_count_alike(kappa: float) -> No
         for network in (Scaled(), classifier())
     ]
     assert np.abs(cosines[0] - cosines[1]).max() > 0.02
-    with pytest.raises(jostle.InputError, match=r"metric: got 'layers', in which nothing is trained.*give a κ"):
-        FirstOrder(model, train, query, metric="layers").kappa_of_training(1.0)
 
 
 def test_how_gradients_are_taken_is_decided_in_full_precision() -> None:
@@ -292,6 +291,52 @@ def test_labels_of_a_regression_are_its_gauss_newton_matrix() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
 
 
+def test_units_in_which_layers_are_alike_are_the_metric_in_which_they_count_alike() -> None:
+    """The model stays what it is; its gradients have one mean square in all layers, and cosines of them, and draws
+    around it, are those of the metric."""
+    model, (train, query) = classifier(), (examples(23, 1), examples(9, 2))
+    alike = layers_alike(model, train)
+    torch.testing.assert_close(alike(train[0]), model(train[0]))
+    sizes = [value.numel() for value in model.parameters()]
+    squares = [
+        [np.square(part).mean() for part in np.split(losses_by_hand(network, *train), np.cumsum(sizes)[:-1], axis=1)]
+        for network in (model, alike)
+    ]
+    assert max(squares[0]) > 4 * min(squares[0])
+    np.testing.assert_allclose(squares[1], np.average(squares[0], weights=sizes), rtol=1e-4)
+    limit = FirstOrder(model, train, query, labels=0, metric="layers").influence(kappa=0, normalize=True)
+    cosines = gradient_similarity(alike, train, query, cosine=True).values
+    np.testing.assert_allclose(cosines, limit.values, atol=1e-4)
+    plain = gradient_similarity(model, train, query, cosine=True).values
+    assert np.abs(cosines - plain).max() > 0.05
+    near = jostle.Posterior(n_beta=0.0, localization=1e6)
+    run = jostle.attribute(
+        alike, train, query, posterior=near, sampler=jostle.Gaussian(), chains=2, draws=2_000, progress=False
+    )
+    np.testing.assert_allclose(run.influence(normalize=True).values, cosines, atol=5 / np.sqrt(4_000))
+
+
+def test_units_of_some_layers_and_of_those_that_nothing_moves() -> None:
+    model, train = classifier(), examples(23, 1)
+    alike = layers_alike(model, train, weights=["2.*"])
+    assert [name for name, value in alike.named_parameters() if value.requires_grad] == [
+        "2.parametrizations.weight.original", "2.parametrizations.bias.original",
+    ]  # fmt: skip
+    assert all(value.requires_grad for value in model.parameters())
+    with torch.no_grad():
+        model[2].weight.zero_()  # so that the first layer moves nothing
+    still = layers_alike(model, train)
+    torch.testing.assert_close(still[0].parametrizations.weight.original, model[0].weight)
+    model[2].weight = nn.Parameter(torch.full((3, 6), torch.inf))
+    with pytest.raises(jostle.InputError, match="finite"):
+        layers_alike(model, train)
+    tied = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(jostle.InputError, match=r"weights: got 0.weight, which several modules share.*leave it out"):
+        layers_alike(tied, train)
+    assert layers_alike(tied, train, weights=["2.*"])(train[0]).shape == (23, 3)
+
+
 @pytest.mark.parametrize("metric", ["isotropic", "adam"])
 @pytest.mark.parametrize(("steps", "weight_decay"), [(1, 0.0), (12, 0.0), (150, 0.0), (1000, 0.03), (math.inf, 0.03)])
 def test_kappa_of_training(metric: Literal["isotropic", "adam"], steps: float, weight_decay: float) -> None:
@@ -343,6 +388,34 @@ def test_kappa_of_training(metric: Literal["isotropic", "adam"], steps: float, w
     assert agreement(kappa) > 0.99
     if kappa > 1:  # all smaller ones are alike
         assert agreement(kappa) > max(agreement(kappa / 20), agreement(kappa * 20)) + 0.01
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_kappa_of_training_where_layers_count_alike(rounded: bool) -> None:
+    """The curvature, as weights are written, of the direction that has most of it in the metric."""
+    torch.manual_seed(0)
+    model, X = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(40, 4)
+    with torch.no_grad():
+        model[2].weight.mul_(4)  # so that the first layer moves the losses most
+    train, query = (X[:30], torch.randn(30, 1)), (X[30:], torch.randn(10, 1))
+    losses = list((model(train[0]) - train[1]).square()[:, 0] / 0.5)
+    sizes = [value.numel() for value in model.parameters()]
+    held, given = (
+        gradients_by_hand(model, of, list(model.parameters())) for of in (list(2 * model(train[0])[:, 0]), losses)
+    )
+    means = [np.square(part).mean() for part in np.split(given, np.cumsum(sizes)[:-1], axis=1)]
+    scale = np.repeat(1 / np.sqrt(means), sizes)
+    step = scale * np.linalg.svd(held * scale)[2][0]
+    curvature = np.square(held @ step).sum() / np.square(step).sum() / 30
+    options: Any = {"loss": jostle.losses.regression(noise_variance=0.25), "labels": 1, "rounded": rounded}
+    found = FirstOrder(model, train, query, metric="layers", **options).kappa_of_training(5.0, weight_decay=0.3)
+    tolerance = 0.02 if rounded else 1e-4
+    assert found == pytest.approx(curvature / (0.3 + 1 / 5), rel=tolerance)
+    most = np.linalg.norm(held, 2) ** 2 / 30 / (0.3 + 1 / 5)
+    assert FirstOrder(model, train, query, **options).kappa_of_training(5.0, weight_decay=0.3) == pytest.approx(
+        most, rel=tolerance
+    )
+    assert found < 0.9 * most
 
 
 @pytest.mark.parametrize("examples", [256, 60])

@@ -380,7 +380,6 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
             "start: got other.safetensors, which could not be loaded (ValueError: it lacks ['",
         ),
         ("a.safetensors --total-rate 1 --labels 1 --start pickled.pt", "as safetensors (safetensors.torch.save_model)"),
-        ("a.safetensors --total-rate 1 --metric layers", "metric: got layers and --total-rate, expected isotropic for"),
         ("a.safetensors --total-rate 1", "labels: got 0 and --total-rate, expected labels of the model"),
         (
             "a.safetensors --total-rate 1 --labels 1 --start broken.pt",

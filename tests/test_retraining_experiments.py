@@ -29,7 +29,7 @@ from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Recor
 from torch import nn
 
 import jostle
-from jostle.attributors import FirstOrder, gradient_similarity
+from jostle.attributors import gradient_similarity, layers_alike
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.models.functional import sample_means
@@ -88,24 +88,24 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     assert found["per_query"] == pytest.approx(lds(bank, expected).value)
     assert found["weights"] == pytest.approx([*expected.provenance["toward"]["weights"].values()], rel=1e-4)
     assert found["seconds"] > methods["BIF blind, correlation"]["seconds"]
-
-
-def test_units_in_which_layers_are_alike_are_the_metric_in_which_they_count_alike() -> None:
-    """The model stays what it is; cosines of its gradients, and draws around it, are those of the metric."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-    (alike,) = cifar10_retraining.layers_alike([model], TRAIN_SET, jostle.losses.classification())
-    torch.testing.assert_close(alike(TRAIN_SET[0]), model(TRAIN_SET[0]))
-    limit = FirstOrder(model, TRAIN_SET, QUERY_SET, labels=0, metric="layers").influence(kappa=0, normalize=True)
-    cosines = gradient_similarity(alike, TRAIN_SET, QUERY_SET, cosine=True).values
-    np.testing.assert_allclose(cosines, limit.values, atol=1e-4)
-    plain = gradient_similarity(model, TRAIN_SET, QUERY_SET, cosine=True).values
-    assert np.abs(cosines - plain).max() > 0.05
-    near = jostle.Posterior(n_beta=0.0, localization=1e6)
-    run = jostle.attribute(
-        alike, TRAIN_SET, QUERY_SET, posterior=near, sampler=jostle.Gaussian(), chains=2, draws=2_000, progress=False
+    # The same in units in which layers count alike: other draws of their own directory, and their own cosines.
+    alike = replace(
+        few, methods=("gradients", "bif"), alike=True, only=("BIF blind, layers alike", "gradient cosine, layers alike")
     )
-    np.testing.assert_allclose(run.influence(normalize=True).values, cosines, atol=5 / np.sqrt(4_000))
+    run(alike, tmp_path / "work", record, Budget(10))
+    methods = record.content["measured"]["all"]["0.5"]["methods"]
+    model = layers_alike(few.model, TRAIN_SET)
+    cosines = gradient_similarity(model, TRAIN_SET, QUERY_SET, cosine=True)
+    opened = jostle.load(tmp_path / "work" / "all" / "runs" / "blind__layers_alike")
+    expected = opened.influence(normalize=True, standard_error=True).toward(cosines)
+    for name, scores in (
+        ("BIF blind, layers alike, toward gradient cosines", expected),
+        ("gradient cosine, layers alike", cosines),
+    ):
+        assert methods[name]["per_query"] == pytest.approx(lds(bank, scores).value)
+    assert expected.values != pytest.approx(
+        jostle.load(tmp_path / "work" / "all" / "runs" / "blind").influence(normalize=True).values, abs=0.1
+    )
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_some_jobs_are_chosen_by_name(tmp_path: Path) -> None:
 def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> None:
     record = Record(tmp_path / "record.json", {})
     bank = filled(tmp_path, record, Budget(10))
-    run(Setting(**{**vars(setting(bank, 10)), "methods": ()}), tmp_path / "work", record, Budget(10))
-    long = Setting(**{**vars(setting(bank, 10_000_000)), "methods": ("bif",)})
+    run(replace(setting(bank, 10), methods=()), tmp_path / "work", record, Budget(10))
+    long = replace(setting(bank, 10_000_000), methods=("bif",))
     started = time.monotonic()
     with pytest.raises(OutOfTimeError):
         run(long, tmp_path / "work", record, Budget(6 / 60))
@@ -248,7 +248,7 @@ def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monke
     record = Record(tmp_path / "record.json", {})
     bank = filled(tmp_path, record, Budget(10))
     bank.fail(3, 1, "for a test")
-    one = Setting(**{**vars(setting(bank, 100)), "methods": ("bif",), "keep": tmp_path / "kept"})
+    one = replace(setting(bank, 100), methods=("bif",), keep=tmp_path / "kept")
     monkeypatch.setattr(kept, "FILE_BYTES", 2 * 2 * 60 * 52)  # 60 of the 100 draws
     run(one, tmp_path / "work", record, Budget(10))
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {

@@ -5,6 +5,7 @@ from jostle.attributors.ekfac import ekfac, ekfac_self_influence
 from jostle.attributors.exact import exact_influence
 from jostle.attributors.first_order import FirstOrder
 from jostle.attributors.gradients import gradient_self_influence, gradient_similarity
+from jostle.attributors.metrics import layers_alike
 from jostle.attributors.trak import trak
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "exact_influence",
     "gradient_self_influence",
     "gradient_similarity",
+    "layers_alike",
     "query_difficulty",
     "random_scores",
     "subset_size",

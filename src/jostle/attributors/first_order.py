@@ -35,14 +35,15 @@ import numbers
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, mean_squares, products
+from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
+from jostle.attributors.metrics import Metric, scale_of
 from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import InputError
@@ -63,9 +64,6 @@ EXAMPLES = 256
 TOGETHER, SEQUENCES_TOGETHER = 256, 8
 """Examples whose labels are drawn at once; those of tokens, each of which has as many numbers as there are tokens."""
 
-ADAM_STABILIZER = 1e-8
-"""What Adam adds to √v: a weight whose gradients are smaller hardly moves."""
-
 SHARES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 """Of the examples, for which labels are proposed where there is no room for all."""
 
@@ -74,9 +72,6 @@ SOLVED = 4096
 
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
-
-
-Metric = Literal["isotropic", "layers", "adam"]
 
 
 class Draws(Protocol):
@@ -166,7 +161,7 @@ class FirstOrder:
             each = PerExample(in_place, loss, buffer_bytes)
             if metric != "isotropic":
                 tell("the mean square of every weight's gradient")
-                each.scale = _scale(each, sets["train"], metric)
+                each.scale = scale_of(each, sets["train"], metric)
             tell("drawing labels")
             labelled = sets["train"]
             if 0 < drawn < 1:
@@ -180,8 +175,22 @@ class FirstOrder:
             left, right = (Gradients(parts, rounded=rounded) for parts in (kept, kept + rest))
             found = torch.from_numpy(products(left, right, buffer_bytes, tell=tell))
             self._fingerprints = {name: data.fingerprint() for name, data in sets.items()}
+            held_count = max(1, len(held)) * len(labelled)
+            share = held_count / count
+            holding, asked = slice(held_count), slice(held_count, len(left))
+            trained = slice(len(left), None) if held else holding
+            # In double precision, and part by part: all of them at once would be several times as many.
+            scores, across, own_asked, own = (
+                found[rows, columns].to(in_place.device, torch.float64)
+                for rows, columns in ((asked, trained), (holding, trained), (holding, asked), (holding, holding))
+            )
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
             lengths = _lengths(in_place, loss, labelled).to(in_place.device, torch.float64)
+            counted = (lengths / share).sqrt().repeat(max(1, len(held)))
+            squares = torch.cat([left.squares, right.squares[len(left) :]])
+            self._scores, self._squares = scores.T, (squares[trained], squares[asked])
+            self._across, self._asked = across.mul_(counted[:, None]), own_asked.mul_(counted[:, None])
+            self._held = own.mul_(counted).mul_(counted[:, None])
             self._relative_curvature = 1.0
             if start is not None:
                 tell("the curvature where training begins")
@@ -189,28 +198,17 @@ class FirstOrder:
                     self._relative_curvature = _relative_curvature(
                         begin, in_place, loss, sets["train"], math.ceil(drawn), seed, each.scale, buffer_bytes
                     )
+            if metric == "layers" and held:
+                tell("the curvature of what counts most")
+                self._relative_curvature /= _squared_length(left, self._held, counted)
         self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
-        held_count = max(1, len(held)) * len(labelled)
-        share = held_count / count
         about_labels = 0 if not held else int(share) if share.is_integer() else share
         self._about = {"labels": about_labels, "seed": seed, "metric": metric, "rounded": rounded}
-        holding, asked = slice(held_count), slice(held_count, len(left))
-        trained = slice(len(left), None) if held else holding
-        # In double precision, and part by part: all of them at once would be several times as many.
-        scores, across, own_asked, own = (
-            found[rows, columns].to(in_place.device, torch.float64)
-            for rows, columns in ((asked, trained), (holding, trained), (holding, asked), (holding, holding))
-        )
-        weights_held = (lengths / share).sqrt().repeat(max(1, len(held)))
-        squares = torch.cat([left.squares, right.squares[len(left) :]])
-        self._scores, self._squares = scores.T, (squares[trained], squares[asked])
-        self._across, self._asked = across.mul_(weights_held[:, None]), own_asked.mul_(weights_held[:, None])
-        self._held = own.mul_(weights_held).mul_(weights_held[:, None])
 
     @functools.cached_property
     def _largest(self) -> float:
-        found = _largest_eigenvalue(self._held)
+        found, _ = _leading(self._held)
         if not math.isfinite(found) or not found:
             got = "gradients that are all 0" if found == 0 else "gradients that are no finite numbers"
             expected = "weights that move the losses that are held" + (
@@ -274,7 +272,8 @@ class FirstOrder:
         """Return the κ that belongs to how the model is trained again.
 
         Curvature is that of w*, or of ``start`` in the directions in which w* has its own: early in training there is
-        far less of it.
+        far less of it. Where layers count alike, it is that of the direction that counts most there, so that training
+        by SGD holds that direction as far as κ does.
 
         Args:
             total_rate: the learning rates of all steps, summed; of SGD with momentum m, that divided by 1 − m (Adam's
@@ -286,12 +285,8 @@ class FirstOrder:
                 of a batch's gradient: √(batch size) smaller than that of a single example's.
 
         Raises:
-            InputError: the losses themselves are held, whose gradients are no curvature; or layers count alike, in
-            which nothing is trained.
+            InputError: the losses themselves are held, whose gradients are no curvature.
         """
-        if self._about["metric"] == "layers":
-            expected = "'isotropic' for SGD, 'adam' for Adam and AdamW"
-            raise InputError("metric", got="'layers', in which nothing is trained", expected=expected, fix="give a κ")
         if not self._about["labels"]:
             expected = "labels of the model: they show its curvature"
             raise InputError("labels", got="0, or a loss of which none can be drawn", expected=expected, fix="give a κ")
@@ -359,18 +354,6 @@ def _memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def _scale(each: PerExample, data: Data, metric: Metric) -> Float[Tensor, " weight"]:
-    """The root of M, from v, the mean square of each weight's gradient; 0 where nothing, or Adam, would move it."""
-    size = mean_squares(each, data).sqrt_()
-    if metric == "layers":
-        sizes = [math.prod(shape) for shape in each.moving.shapes]
-        size = torch.cat([layer.square().mean().sqrt().expand(len(layer)) for layer in size.split(sizes)])
-        scale = torch.where(size > 0, size.reciprocal(), 0.0)
-    else:
-        scale = torch.where(size > ADAM_STABILIZER, size.rsqrt(), 0.0)
-    return scale.to(each.moving.dtype)
 
 
 def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:
@@ -460,8 +443,24 @@ def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]
     return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])
 
 
-def _largest_eigenvalue(products: Float[Tensor, "held held"]) -> float:
-    """By power iteration: all of them would take as long as the rest."""
+def _squared_length(gradients: Gradients, held: Float[Tensor, "held held"], counted: Float[Tensor, " held"]) -> float:
+    """‖M^½u‖², with u the direction, of length 1 in the metric, in which what is held has the most curvature.
+
+    What has the length 1 there is so long as weights are written, where training steps. The first of the gradients are
+    those that are held.
+    """
+    each, _ = gradients.parts[0]
+    _, vector = _leading(held)
+    parts = vector * counted
+    along = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
+    for rows, some in gradients(range(len(held))):
+        along += (parts[rows.start : rows.stop].to(each.moving.dtype) @ some.to(each.moving.dtype)).double()
+    assert each.scale is not None
+    return float((along * each.scale).square().sum() / along.square().sum().clamp(min=torch.finfo(along.dtype).tiny))
+
+
+def _leading(products: Float[Tensor, "held held"]) -> tuple[float, Float[Tensor, " held"]]:
+    """The largest eigenvalue and its vector, by power iteration: all of them would take as long as the rest."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(len(products), generator=generator, dtype=products.dtype).to(products.device)
     found = 0.0
@@ -470,4 +469,4 @@ def _largest_eigenvalue(products: Float[Tensor, "held held"]) -> float:
         before, found = found, float(vector.norm())
         if not abs(found - before) > CLOSE * found:  # nor where it is no number
             break
-    return found
+    return found, vector

@@ -110,9 +110,6 @@ def first_order(
     if metric == "adam" and total_rate is not None and batch_size is None:
         expected = "the examples in a step of that training, by whose root Adam's steps are larger"
         raise InputError("batch_size", got="--total-rate without it", expected=expected, fix="add --batch-size")
-    if metric == "layers" and total_rate is not None:
-        expected = "isotropic for SGD, adam for Adam and AdamW"
-        raise InputError("metric", got="layers and --total-rate", expected=expected, fix="or give --kappa instead")
     if kappa is not None and total_rate is not None:
         raise InputError("kappa", got="--total-rate as well", expected="one of the two")
     if not labels and total_rate is not None:
