@@ -43,10 +43,12 @@ def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     what is read as each bank's training says.
 
     Of several seeds, what was measured on all of them: seeds are easier and harder, so that others cannot be compared.
-    What no such line is left of stays, too.
+    Of a family that has none such, all its lines.
     """
     first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
-    told = dict.fromkeys(f"{name.partition(', covariance')[0]}{OF_THE_TRAINING}" for name in first if _told(name))
+    told = dict.fromkeys(
+        f"{name.partition(', correlation')[0]}{OF_THE_TRAINING}" for name in first if _told(name, "correlation")
+    )
     tried = {f"EK-FAC, damping {damping:g}" for damping in DAMPINGS}
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", "read at κ")
@@ -93,13 +95,13 @@ def row_of(name: str, bank: str, methods: Mapping[str, Any]) -> Mapping[str, Any
     if name == BEST:
         name = best_ekfac(methods) or ""
     elif name.endswith(OF_THE_TRAINING):
-        name = f"{name.removesuffix(OF_THE_TRAINING)}, covariance, read at κ = {TOLD}{bank}"
+        name = f"{name.removesuffix(OF_THE_TRAINING)}, correlation, read at κ = {TOLD}{bank}"
     return methods.get(name)
 
 
-def _told(name: str) -> bool:
-    """Whether scores are read at the κ that the training says."""
-    return f"covariance, read at κ = {TOLD}" in name
+def _told(name: str, kind: str) -> bool:
+    """Whether scores of that kind are read at the κ that the training says."""
+    return f"{kind}, read at κ = {TOLD}" in name
 
 
 def draw(
@@ -148,11 +150,11 @@ def draw(
     for panel, title in zip(panels, titles, strict=False):
         panel.set_xticks(range(len(banks)), banks)
         panel.set(xlabel=xlabel)
-        panel.set_title(f"{title}, ± standard error", fontsize=10)
+        panel.set_title(f"{title}, ± standard error where known", fontsize=10)
         panel.axhline(0, color="black", linewidth=0.8)
         panel.grid(alpha=0.3)
     panels[1].set_ylim(bottom=max(panels[1].get_ylim()[0], LOWEST))
-    panels[3].set(xlabel="seconds, all included", title="time")
+    panels[3].set(xlabel="seconds (EK-FAC's fit: in one of its rows)", title="time")
     panels[3].set_xscale("log")
     panels[3].tick_params("y", labelsize=8)
     panels[3].xaxis.set(
@@ -196,7 +198,7 @@ def _line(panel: Any, points: Sequence[tuple[float, float] | None], look: Mappin
     there = [(place, *point) for place, point in enumerate(points) if point]
     if there:
         places, values, errors = zip(*there, strict=True)
-        panel.errorbar(places, values, yerr=np.nan_to_num(errors), **look)
+        panel.errorbar(places, values, yerr=errors, **look)
 
 
 def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
@@ -204,7 +206,11 @@ def draw_one_bank(path: Path, methods: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     grouped: dict[str, list[Mapping[str, Any]]] = {}
-    shown = {name: row for name, row in methods.items() if _told(name) or not re.search("sweep|read at κ", name)}
+    shown = {
+        name: row
+        for name, row in methods.items()
+        if _told(name, "covariance") or not re.search("sweep|read at κ", name)
+    }
     for name, row in shown.items():
         grouped.setdefault(re.sub(r", seed \d+", "", name), []).append(row)
     names = sorted(grouped, key=lambda name: np.mean([row["per_query"] for row in grouped[name]]))

@@ -31,7 +31,7 @@ import jostle
 from experiments import cifar10_retraining, reading, resolution
 from experiments.kept import mean_losses
 from experiments.resolution import SUBSETS, halves, lds_over_queries, model_at
-from experiments.retraining import Budget, Record, measure_each
+from experiments.retraining import ALIKE, Budget, Record, measure_each
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity
 from jostle.conditioning import CHOICES, LEAST_SUPPORT, Conditioned, Moves
 from jostle.data.datasets import Data
@@ -46,6 +46,7 @@ KAPPAS = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 PARTS = (40, 100, 400, 1_600)
 CHAINS, RISE = 4, 0.3
 DAMPINGS = (1e-8, 1e-4, 1e-2)
+"""Of EK-FAC, besides kronfluence's own."""
 LABELS, FEWER_LABELS = 2, (1, 0.5, 0.2, 0.1)
 KINDS = ("covariance", "correlation")
 SHOWN = {"0": 0.9, "3": 0.65, "30": 0.35, "100": 0.1}
@@ -303,20 +304,19 @@ def baselines(subject: Subject) -> Iterator[tuple[str, Mapping[str, jostle.Score
     for damping in DAMPINGS:
         yield f"EK-FAC, damping {damping:g}", same(ekfac(**given, damping=damping))
     if subject.total_rates is not None:
-        limit = FirstOrder(**given, labels=LABELS, start=subject.start)
-        for kappa, kind in itertools.product(KAPPAS, KINDS):
-            scores = limit.influence(kappa=kappa, normalize=kind == "correlation")
-            yield f"first order, {kind}, κ = {kappa:g}", same(scores)
-        for labels in (LABELS, *FEWER_LABELS):
-            if labels != LABELS:
-                limit = FirstOrder(**given, labels=labels, start=subject.start)
+        ways = [("isotropic", LABELS), ("layers", LABELS), *(("isotropic", labels) for labels in FEWER_LABELS)]
+        for metric, labels in ways:
+            limit = FirstOrder(**given, labels=labels, metric=metric, start=subject.start)
             told = {key: limit.kappa_of_training(rate) for key, rate in subject.total_rates.items()}
+            name = "first order" + (ALIKE if metric == "layers" else "")
             rounded = {key: round(kappa, 2) for key, kappa in told.items()}
-            print(f"  {labels:g} labels, κ of the training: {rounded}", flush=True)
+            print(f"  {name}, {labels:g} labels, κ of the training: {rounded}", flush=True)
             for kind in KINDS:
                 read = functools.partial(limit.influence, normalize=kind == "correlation")
-                name = f"first order, {kind}, κ of the training" + ("" if labels == LABELS else f", {labels:g} labels")
-                yield name, {key: read(kappa=kappa) for key, kappa in told.items()}
+                for kappa in KAPPAS if labels == LABELS else ():
+                    yield f"{name}, {kind}, κ = {kappa:g}", same(read(kappa=kappa))
+                fewer = "" if labels == LABELS else f", {labels:g} labels"
+                yield f"{name}, {kind}, κ of the training{fewer}", {key: read(kappa=told[key]) for key in told}
 
 
 def measure(name: str, work: Path, record: Record, budget: Budget, *, draws: int, data: Path | None = None) -> None:

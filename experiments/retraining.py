@@ -163,6 +163,11 @@ class Setting:
         buffer = _buffer_bytes()
         groups: dict[str, dict[str, Callable[[], dict[str, Scores]]]] = {name: {} for name in self.methods}
         units = ("", ALIKE) if self.alike else ("",)
+        drawn = [  # what a gradient moves would need settings of its own
+            (name, unit, settings)
+            for unit, (name, settings) in itertools.product(units, self.bif.items())
+            if not unit or settings.get("sampler") == "gaussian"
+        ]
         groups["gradients"] = {
             f"{name}{unit}": lambda cosine=cosine, name=name, unit=unit: {
                 f"{name}{unit}": self._gradients(unit, cosine)
@@ -205,7 +210,7 @@ class Setting:
             f"BIF {name}{unit}": lambda name=name, unit=unit, settings=settings: self._bif(
                 name, unit, settings, work, budget
             )
-            for unit, (name, settings) in itertools.product(units, self.bif.items())
+            for name, unit, settings in drawn
         }
         jobs = dict(self.extra)
         for group in self.methods:
@@ -213,6 +218,14 @@ class Setting:
         for name in set(self.only) - jobs.keys():
             raise SystemExit(f"there is no job {name!r}; there are: {'; '.join(jobs)}")
         return {name: jobs[name] for name in self.only or jobs}
+
+    def rows_of(self, job: str, bank: str) -> set[str]:
+        """Of what a job gives, what shows that it was done and judged by a bank."""
+        if job.startswith("first order"):
+            told = [f"{TOLD}{bank}"] if self.labels and bank in (self.adam if "Adam" in job else self.sgd) else []
+            at = [*(f"{kappa:g}" for kappa in self.first_order_at), *told]
+            return {f"{job}, covariance, read at κ = {kappa}" for kappa in at}
+        return {f"{job}, covariance" if job.startswith("BIF") else job}
 
     def _first_order(self, work: Path, budget: Budget) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
@@ -425,11 +438,7 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     jobs = {
         name: job
         for name, job in setting.jobs(work, budget).items()
-        if not all(
-            {name, f"{name}, covariance", f"{name}, correlation", f"{name}, covariance{READ}"}
-            & measured[bank]["methods"].keys()
-            for bank in setting.banks
-        )
+        if not all(setting.rows_of(name, bank) <= measured[bank]["methods"].keys() for bank in setting.banks)
     }
     for _, scores, seconds in finished(jobs, setting.name, record, budget):
         about = {

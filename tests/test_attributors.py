@@ -303,10 +303,10 @@ def test_units_in_which_layers_are_alike_are_the_metric_in_which_they_count_alik
         for network in (model, alike)
     ]
     assert max(squares[0]) > 4 * min(squares[0])
-    np.testing.assert_allclose(squares[1], np.average(squares[0], weights=sizes), rtol=1e-4)
+    np.testing.assert_allclose(squares[1], np.average(squares[0], weights=sizes), rtol=0.02)  # factors of three digits
     limit = FirstOrder(model, train, query, labels=0, metric="layers").influence(kappa=0, normalize=True)
     cosines = gradient_similarity(alike, train, query, cosine=True).values
-    np.testing.assert_allclose(cosines, limit.values, atol=1e-4)
+    np.testing.assert_allclose(cosines, limit.values, atol=5e-3)
     plain = gradient_similarity(model, train, query, cosine=True).values
     assert np.abs(cosines - plain).max() > 0.05
     near = jostle.Posterior(n_beta=0.0, localization=1e6)
@@ -330,6 +330,15 @@ def test_units_of_some_layers_and_of_those_that_nothing_moves() -> None:
     model[2].weight = nn.Parameter(torch.full((3, 6), torch.inf))
     with pytest.raises(jostle.InputError, match="finite"):
         layers_alike(model, train)
+    layer = nn.Linear(5, 5)
+    twice = nn.Sequential(layer, layer, nn.Linear(5, 3))  # one module under two names
+    torch.testing.assert_close(layers_alike(twice, train)(train[0]), twice(train[0]))
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
+    before = normed(train[0])
+    torch.testing.assert_close(layers_alike(normed, train)(train[0]), before)
+    torch.testing.assert_close(normed(train[0]), before, rtol=0, atol=0)
+    some = layers_alike(twice, train, weights=["0.weight"])
+    torch.testing.assert_close(layers_alike(some, train, weights=["2.*"])(train[0]), twice(train[0]))
     tied = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
     tied[1].weight = tied[0].weight
     with pytest.raises(jostle.InputError, match=r"weights: got 0.weight, which several modules share.*leave it out"):
@@ -392,7 +401,7 @@ def test_kappa_of_training(metric: Literal["isotropic", "adam"], steps: float, w
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_kappa_of_training_where_layers_count_alike(rounded: bool) -> None:
-    """The curvature, as weights are written, of the direction that has most of it in the metric."""
+    """The rate at which SGD moves the losses that have most curvature in the metric."""
     torch.manual_seed(0)
     model, X = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(40, 4)
     with torch.no_grad():
@@ -404,18 +413,93 @@ def test_kappa_of_training_where_layers_count_alike(rounded: bool) -> None:
         gradients_by_hand(model, of, list(model.parameters())) for of in (list(2 * model(train[0])[:, 0]), losses)
     )
     means = [np.square(part).mean() for part in np.split(given, np.cumsum(sizes)[:-1], axis=1)]
-    scale = np.repeat(1 / np.sqrt(means), sizes)
-    step = scale * np.linalg.svd(held * scale)[2][0]
-    curvature = np.square(held @ step).sum() / np.square(step).sum() / 30
+    pattern = np.linalg.svd(held * np.repeat(1 / np.sqrt(means), sizes))[0][:, 0]
     options: Any = {"loss": jostle.losses.regression(noise_variance=0.25), "labels": 1, "rounded": rounded}
     found = FirstOrder(model, train, query, metric="layers", **options).kappa_of_training(5.0, weight_decay=0.3)
     tolerance = 0.02 if rounded else 1e-4
-    assert found == pytest.approx(curvature / (0.3 + 1 / 5), rel=tolerance)
+    assert found == pytest.approx(pattern @ held @ held.T @ pattern / 30 / (0.3 + 1 / 5), rel=tolerance)
     most = np.linalg.norm(held, 2) ** 2 / 30 / (0.3 + 1 / 5)
     assert FirstOrder(model, train, query, **options).kappa_of_training(5.0, weight_decay=0.3) == pytest.approx(
         most, rel=tolerance
     )
-    assert found < 0.9 * most
+    assert found < 0.95 * most
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.1, 1e-3])
+@pytest.mark.parametrize("steps", [1, 30, 1000])
+def test_kappa_of_training_where_layers_count_alike_is_that_of_descent(unit: float, steps: int) -> None:
+    """Of a linear model in two layers: no κ that is far larger or smaller predicts its training better. With one of them
+    in other units, in which SGD hardly moves it, κ is about what it would be without that layer."""
+    torch.manual_seed(0)
+    X = torch.randn(60, 8) * torch.tensor([3.0, 2.0, 1.0, 0.5, 2.0, 1.0, 0.5, 0.2])
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Linear(4, 1, bias=False) for _ in range(2))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.first(inputs[:, :4]) + unit * self.second(inputs[:, 4:])
+
+    model = Parts()
+    with torch.no_grad():
+        y = model(X) + torch.randn(60, 1)
+    train, query = (X[:40], y[:40]), (X[40:], y[40:])
+    design = torch.cat([X[:, :4], unit * X[:, 4:]], 1).double()
+    start = torch.cat([model.first.weight, model.second.weight], 1).detach().double()[0]
+    hessian, residual = design[:40].T @ design[:40] / 40, design[:40] @ start - y[:40, 0]
+    rate = 0.5 / torch.linalg.eigvalsh(hessian)[-1]
+    follows = torch.zeros(8, 8, dtype=torch.double)
+    for _ in range(steps):
+        follows = follows + rate * (torch.eye(8) - hessian @ follows)
+    asked = design[40:] * (design[40:] @ start - y[40:, 0])[:, None]
+    exact = -(design[:40] * residual[:, None]) @ follows @ asked.T
+    loss = jostle.losses.regression(noise_variance=1.0)
+    limit = FirstOrder(model, train, query, loss=loss, metric="layers", labels=1)
+    kappa = limit.kappa_of_training(float(rate) * steps)
+
+    def agreement(kappa: float) -> float:
+        found = limit.influence(kappa=kappa).values
+        return float((found * exact.numpy()).sum() / np.linalg.norm(found) / np.linalg.norm(exact))
+
+    if unit == 1:
+        assert agreement(kappa) > 0.92
+        assert agreement(kappa) > max(agreement(kappa / 30), agreement(kappa * 30)) - 0.01
+    plain = FirstOrder(model, train, query, loss=loss, labels=1).kappa_of_training(float(rate) * steps)
+    assert plain / 4 < kappa < 1.01 * plain
+
+
+def test_layers_that_nothing_moves_change_nothing() -> None:
+    """A key's bias in attention: its gradients are rounding. Gradients of held labels that are all 0 are told of."""
+
+    class Attention(nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.value, self.key = nn.Linear(5, 6), nn.Linear(5, 3), nn.Linear(5, 6, bias=False)
+            if bias:
+                self.bias = nn.Parameter(torch.randn(6))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            X = torch.stack([inputs, inputs.flip(1), inputs**2], 1)
+            keys = self.key(X) + (self.bias if hasattr(self, "bias") else 0)
+            return (self.query(X) @ keys.mT).softmax(-1).matmul(self.value(X)).mean(1)
+
+    train, query = examples(23, 1), examples(9, 2)
+    found = [FirstOrder(Attention(bias), train, query, labels=1, metric="layers") for bias in (False, True)]
+    told = [limit.kappa_of_training(3.0) for limit in found]
+    assert told[1] == pytest.approx(told[0], rel=1e-3)
+    scores = [limit.influence(kappa=told[0]).values for limit in found]
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-3 * np.abs(scores[0]).max())
+    alike = layers_alike(Attention(True), train)
+    torch.testing.assert_close(alike.parametrizations.bias.original, Attention(True).bias)
+    model = classifier()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    dead = FirstOrder(model, train, query, weights=["0.*"], metric="layers")
+    assert not dead.influence(kappa=0).values.any()
+    with pytest.raises(jostle.InputError, match="gradients that are all 0"):
+        dead.kappa_of_training(1.0)
 
 
 @pytest.mark.parametrize("examples", [256, 60])
@@ -455,6 +539,10 @@ def test_kappa_of_training_counts_the_curvature_where_it_begins(examples: int, m
         FirstOrder(model, **given, start=nn.Linear(4, 3))
     with pytest.raises(jostle.InputError, match="start: got a model on meta, expected one on cpu"):
         FirstOrder(model, **given, start=nn.Linear(4, 3, bias=False, device="meta"))
+    with pytest.raises(jostle.InputError, match="start: got OrderedDict, expected a model"):
+        FirstOrder(model, **given, start=cast("Any", start.state_dict()))
+    with pytest.raises(jostle.InputError, match="batch_size: got none, expected the examples in a step"):
+        FirstOrder(model, **given, metric="adam").kappa_of_training(1.0)
     with pytest.raises(jostle.InputError, match="start: got labels=0"):
         FirstOrder(model, **{**given, "labels": 0}, start=start)
 

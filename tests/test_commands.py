@@ -33,7 +33,7 @@ from jostle.asking import requests
 from jostle.asking.tasks import language_model
 from jostle.chains.progress import telling
 from jostle.cli import app, shell
-from jostle.cli.terminal import print_ranking, print_strongest
+from jostle.cli.terminal import print_ranking, print_report, print_strongest
 from jostle.diagnose import command
 from jostle.samplers import BAOAB, SGNHT
 from test_texts import make_tokenizer
@@ -234,6 +234,24 @@ def test_a_side_without_examples_is_not_an_empty_table() -> None:
     shown = console.file.getvalue()
     assert "most harmful: none" in shown
     assert shown.count("correlation   text") == 1
+
+
+def test_a_narrow_window_cuts_no_digit_off(tmp_path: Path) -> None:
+    from jostle.evaluate import Bank, compare, random_subsets
+
+    generator = np.random.default_rng(0)
+    bank = Bank.create(tmp_path / "bank", random_subsets(12, 20), queries=8, fingerprints={})
+    for subset in range(20):
+        bank.store(subset, 0, {"loss": generator.standard_normal(8)})
+    scores = jostle.Scores(values=generator.standard_normal((12, 8)), method="x")
+    report = compare(bank, {"BIF default, correlation, read at κ = 10 (auto), and a long name besides": scores})
+    console = Console(width=80, file=io.StringIO())
+    print_report(console, report)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    for row in report.rows:
+        assert str(row.per_query) in shown
+        assert str(row.per_subset) in shown
 
 
 def test_show_colours_the_training_text(place: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from jostle.evaluate import (
     self_influence,
 )
 from jostle.evaluate.bank import Measure
+from jostle.evaluate.report import draw_removal
 from jostle.scores import Scores
 from test_commands import jostle_command
 
@@ -327,7 +330,7 @@ def test_a_time_budget_ends_between_two_retrainings(tmp_path: Path) -> None:
 
 def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     subsets = random_subsets(40, 30, share=0.4)
-    with pytest.warns(RetrainingFailedWarning, match="retrainings of .* failed, the first"):
+    with pytest.warns(RetrainingFailedWarning, match=r"failed, the first.*failures are kept.*retry=True\) tries"):
         bank = retrain(
             sometimes_fails, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path / "bank", like=fit(np.arange(9), 0)
         )
@@ -355,6 +358,69 @@ def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     assert np.isfinite(lds(bank, scores).value)
 
 
+def test_a_model_with_other_weights_says_which(tmp_path: Path) -> None:
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(9, 2), queries=1, fingerprints={}, shapes={"weight": [3, 2], "bias": [3]}
+    )
+    begins = "a model of another shape: "
+    assert bank.require_shapes({"0.weight": [3, 2]}) == f"{begins}it has no weight, expected one of shape [3, 2]"
+    more = {"weight": [3, 2], "bias": [3], "scale": [3]}
+    assert bank.require_shapes(more) == f"{begins}it has a scale, expected none"
+    assert bank.require_shapes({"weight": [3, 2], "bias": [3]}) is None
+
+
+def test_how_many_are_finished_is_shown_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def telling(show: bool) -> Iterator[Any]:
+        yield told.append if show else lambda what: None
+
+    def fails_with_seed_one(indices: np.ndarray, seed: int) -> nn.Module:
+        if seed == 1 and 0 in indices:
+            raise RuntimeError("no memory")
+        model = fit(indices, seed)
+        if seed == 1:
+            model.load_state_dict({name: torch.full_like(one, torch.nan) for name, one in model.state_dict().items()})
+        return model
+
+    def call(train: Any, *, seeds: int, **options: Any) -> Bank:
+        return retrain(
+            train,
+            TRAIN_SET,
+            QUERY_SET,
+            subsets=leave_one_out(40, [0, 1]),
+            out=tmp_path / "bank",
+            seeds=seeds,
+            **options,
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jostle.evaluate.bank.telling", telling)
+        call(fit, seeds=1)
+        assert told == [f"{done} of 2 retrainings finished" for done in range(3)]
+        told.clear()
+        with pytest.warns(RetrainingFailedWarning):
+            call(fails_with_seed_one, seeds=2)  # one raises, of one the losses are not finite
+        assert told == [f"2 of 4 retrainings finished{failed}" for failed in ("", ", 1 failed", ", 2 failed")]
+        told.clear()
+        with pytest.warns(RetrainingFailedWarning):
+            call(fit, seeds=2, progress=False)
+        assert not told
+        with pytest.warns(RetrainingFailedWarning):
+            call(fit, seeds=3)  # what failed before is left out
+        assert told[-1] == "4 of 6 retrainings finished, 2 failed"
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    call(fit, seeds=3, retry=True)
+    captured = capsys.readouterr()
+    assert "6 of 6 retrainings finished" in captured.err
+    assert not captured.out
+
+
 def test_a_bank_in_half_precision(tmp_path: Path) -> None:
     bank = Bank.create(tmp_path / "bank", random_subsets(10, 2), queries=3, fingerprints={}, dtype="float16")
     bank.store(0, 0, {"loss": np.array([0.1234567, 1e-3, 20.0])})
@@ -376,22 +442,96 @@ def test_a_bank_without_a_result_says_why(tmp_path: Path) -> None:
 def test_other_data_and_other_subsets_are_refused(tmp_path: Path) -> None:
     bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 4), out=tmp_path / "bank")
     model = fit(np.arange(40), 0)
-    with pytest.raises(jostle.InputError, match=r"query data with fingerprint \w+, expected \w+, that of the bank"):
+    with pytest.raises(jostle.InputError, match="the queries differ from those of the bank"):
         lds(bank, gradient_similarity(model, TRAIN_SET, points(12, 3)))
     with pytest.raises(jostle.InputError, match="got 40 × 5 numbers, expected 40 train × 12 query"):
         lds(bank, gradient_similarity(model, TRAIN_SET, points(5, 3)))
     run = jostle.attribute(model, points(40, 9), QUERY_SET, draws=4, chains=1, progress=False)
-    with pytest.raises(jostle.InputError, match="train data with fingerprint"):
+    with pytest.raises(jostle.InputError, match="the training data differ from those of the bank"):
         lds(bank, run.influence())
     for values, words in ((np.full((40, 12), 0.1), "the same score"), (np.full((40, 12), np.nan), "not finite")):
         with pytest.raises(jostle.InputError, match=words):
             lds(bank, Scores(values=values, method="mine"))
     with pytest.raises(jostle.InputError, match="a bank of other subsets"):
         retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 4, seed=1), out=tmp_path / "bank")
-    with pytest.raises(jostle.InputError, match="whose fingerprints is"):
-        retrain(fit, points(40, 9), QUERY_SET, subsets=random_subsets(40, 4), out=tmp_path / "bank")
+    for train, query, words in (
+        (points(40, 9), QUERY_SET, "bank: the training data differ from those of the bank, expected the same examples"),
+        (TRAIN_SET, points(12, 3), "bank: the queries differ from"),
+        (points(40, 9), points(12, 3), "bank: the training data and queries differ from"),
+        (TRAIN_SET, points(5, 3), "got 5 queries for .*bank, expected 12, as in the bank"),
+    ):
+        with pytest.raises(jostle.InputError, match=words):
+            retrain(fit, train, query, subsets=random_subsets(40, 4), out=tmp_path / "bank")
     with pytest.raises(jostle.InputError, match=r"no readable bank\.json"):
         Bank(tmp_path)
+
+
+def test_what_is_no_bank_and_no_scores_is_refused(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, subsets=20)
+    # A bare matrix will do, as on the command line.
+    assert lds(bank, truth.values, bootstrap=5).value == lds(bank, truth, bootstrap=5).value
+    row = compare(bank, {"mine": truth.values}, controls=False, bootstrap=5).rows[0]
+    assert (row.method, row.per_query.value) == ("mine", lds(bank, truth, bootstrap=5).value)
+    with_name, bare = (removals({"mine": one}, queries=[1], counts=[3]) for one in (truth, truth.values))
+    np.testing.assert_array_equal(bare.members, with_name.members)
+    path: Any = str(tmp_path / "bank")
+    values: Any = truth.values
+    nothing: Any = None
+    listed: Any = [truth]
+    for ask in (
+        lambda: compare(path, {}),
+        lambda: lds(path, truth),
+        lambda: leave_one_out_correlation(path, truth),
+        lambda: removal(path),
+        lambda: repeatability(path),
+    ):
+        with pytest.raises(jostle.InputError, match=r"bank: got '.*', expected a Bank; open it with Bank\('.*'\)"):
+            ask()
+    by_name = "scores: got a list, expected the scores of each method by its name; write {"
+    matrix = "expected Scores, or a numpy array of (train, query) in which negative helps"
+    for ask, words in (
+        (lambda: lds(nothing, truth), "bank: got a NoneType, expected a Bank; open one with Bank(path)"),
+        (lambda: compare(bank, listed), by_name),
+        (lambda: removals(listed, queries=[0], counts=[1]), by_name),
+        (lambda: removals({"mine": values[0]}, queries=[0], counts=[1]), "got shapes [(25,)], expected one or more"),
+        (lambda: compare(bank, {"mine": values.tolist()}), f"scores of mine: got a list, {matrix}"),
+        (lambda: lds(bank, values.tolist()), f"scores: got a list, {matrix}"),
+        (lambda: lds(bank, values[:, :3]), "scores of array: got 60 × 3 numbers, expected 60 train × 25 query"),
+        (lambda: compare(bank, {"mine": values[0]}), "scores of mine: got 25 numbers, expected 60 train × 25"),
+        (lambda: lds(bank, values > 0), "got values of type bool, expected an array of numbers"),
+    ):
+        with pytest.raises(jostle.InputError) as raised:
+            ask()
+        assert words in str(raised.value)
+
+
+def test_reports_are_printed_as_tables(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, seeds=2, subsets=20)
+    wrong = np.arange(TRAIN) % 6 == 0
+    detection = mislabel_detection(-wrong.astype(float) - 0.01 * np.arange(TRAIN), wrong)
+    assert (
+        str(detection) == "AUROC 1.000 ± 0.000; of the wrong labels 60% in the first 10%, 100% in the first 20%, "
+        "100% in the first 50%"
+    )
+    assert len(repr(detection)) < 200
+    report = compare(bank, {"planted by hand": truth}, mislabels={"planted by hand": detection}, bootstrap=20)
+    about, repeated, _, heading, *lines, _, last = str(report).splitlines()
+    assert about == "40 retrainings of 20 of 20 subsets, up to 2 seeds each"
+    assert repeated == f"repeatability of their losses: {report.repeatability:.2f}"
+    assert heading.split("  ")[0] == "method"
+    names = [line.split("  ")[0] for line in lines]
+    assert names == ["planted by hand", "random (control)", "query difficulty (control)", "subset size (control)"]
+    for line, row in zip(lines, report.rows, strict=True):
+        for title, value in (("LDS per query", row.per_query), ("LDS per subset", row.per_subset)):
+            assert line[: heading.index(title) + len(title)].endswith(f" {value}")  # to the right
+    assert lines[0].endswith(" 1.000 ± 0.000")
+    assert last == "± is a 95 % interval"
+    assert "mislabels" not in str(compare(bank, {"mine": truth}, bootstrap=20))
+    alone = Bank.create(tmp_path / "alone", leave_one_out(TRAIN), queries=QUERIES, fingerprints={})
+    for subset in range(TRAIN):
+        alone.store(subset, 0, {"loss": -truth.values[subset]})
+    printed = str(compare(alone, {"mine": truth}, controls=False, bootstrap=20)).splitlines()
+    assert printed[2:4] == ["method  leave-one-out", "mine    1.000 ± 0.000"]
 
 
 def test_leave_one_out_against_exact_influence(tmp_path: Path) -> None:
@@ -446,6 +586,23 @@ def test_removing_what_helps_hurts_more_than_removing_blindly(tmp_path: Path) ->
     assert found.brittle["exact"][1] >= found.brittle["random"][1]
 
 
+def test_equal_lines_of_removals_lie_beside_each_other() -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    counts, methods = [1, 2, 160], ["random", "one", "other"]
+    rise, share = [metrics.Measured(float(k), 0.5) for k in range(3)], [0.0, 0.1, 0.1]
+    found = metrics.Removal(counts, dict.fromkeys(methods, rise), dict.fromkeys(methods, share), None, 7)
+    figure = figure_module.Figure()
+    draw_removal(figure, found)
+    rises, shares = figure.axes
+    for panel in (rises, shares):
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2", "160"]
+    places = np.array([line.get_xdata() for line in shares.get_lines()])
+    assert (np.diff(places, axis=0) > 0.05).all()
+    assert np.abs(places - shares.get_xticks()).max() < 0.3  # nearer to their own number than to the next
+    np.testing.assert_allclose([one.lines[0].get_xdata() for one in rises.containers], places)
+    assert shares.get_ylabel() == "share of n = 7 right answers turned wrong"
+
+
 def test_blind_removals_turn_answers_each_by_itself(tmp_path: Path) -> None:
     """Two of three repeats are wrong, though their mean margin is right; one that is missing does not count."""
     scores = {"mine": Scores(values=np.random.default_rng(0).normal(size=(8, 2)), method="mine")}
@@ -462,6 +619,16 @@ def test_blind_removals_turn_answers_each_by_itself(tmp_path: Path) -> None:
         if (label["k"], label.get("repeat")) != (4, 0):
             bank.store(row, 0, {"loss": np.full(2, row), "margin": np.array([given, -1.0])})
     found = removal(bank)
+    assert found.right == 1
+    _, printed = str(found).split("\n\n")
+    assert [line.split() for line in printed.splitlines()] == [
+        ["turned", "wrong,", "of", "1", "right", "2", "or", "fewer", "4", "or", "fewer"],
+        ["random", "(control)", "33%", "67%"],
+        ["mine", "0%", "100%"],
+    ]
+    assert str(compare(bank, {})).splitlines()[2].split() == [
+        "rise", "in", "the", "query's", "loss", "2", "removed", "4", "removed",
+    ]  # fmt: skip
     assert found.brittle == {"random": [pytest.approx(1 / 3), pytest.approx(2 / 3)], "mine": [0.0, 1.0]}
     assert found.fewest == {"random": {0: 4, 1: None}, "mine": {0: 4, 1: None}}  # query 1 was never right
     with pytest.raises(jostle.InputError, match="use removal"):

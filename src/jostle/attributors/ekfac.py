@@ -33,9 +33,6 @@ from jostle.models.functional import eval_mode, sample_means, token_mask
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
 
-DEFAULT_DAMPING = 1e-8
-"""Of the paper's comparison. None is kronfluence's own: a tenth of the mean eigenvalue of each layer."""
-
 
 def ekfac(
     model: nn.Module,
@@ -45,7 +42,7 @@ def ekfac(
     fit_data: Any = None,
     loss: Loss | None = None,
     weights: WeightSelection = "all",
-    damping: float | None = DEFAULT_DAMPING,
+    damping: float | None = None,
     batch_size: int = 32,
     collate: Collate | None = None,
     factor_arguments: Mapping[str, Any] | None = None,
@@ -66,7 +63,7 @@ def ekfac(
         loss: of those of `jostle.losses` labels are sampled from the model, as the Fisher information wants; with any
             other loss the labels of the data are used (the empirical Fisher).
         weights: which weights move, as for `jostle.Posterior`.
-        damping: λ; None for kronfluence's own choice.
+        damping: λ; None for kronfluence's own choice, a tenth of the mean eigenvalue of each layer. The paper has 1e-8.
         batch_size: examples in one pass.
         collate: makes a batch of a list of samples.
         factor_arguments: further arguments of kronfluence's ``FactorArguments`` (types, partitions, offloading).
@@ -105,7 +102,7 @@ def ekfac_self_influence(
     fit_data: Any = None,
     loss: Loss | None = None,
     weights: WeightSelection = "all",
-    damping: float | None = DEFAULT_DAMPING,
+    damping: float | None = None,
     batch_size: int = 32,
     collate: Collate | None = None,
     factor_arguments: Mapping[str, Any] | None = None,

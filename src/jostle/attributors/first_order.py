@@ -30,6 +30,7 @@ learnt move by more than their gradients say. So gradients may say which losses 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 import os
@@ -41,16 +42,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.func import grad
 
 from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
-from jostle.attributors.metrics import Metric, scale_of
+from jostle.attributors.metrics import Metric, root_of_metric
 from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_unchanged
-from jostle.models.functional import eval_mode, free_memory, token_mask
+from jostle.models.functional import FunctionalModel, eval_mode, free_memory, token_mask
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
@@ -69,6 +71,8 @@ SHARES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 
 SOLVED = 4096
 """Examples whose equations are solved at once."""
+
+TINY = torch.finfo(torch.float64).tiny
 
 ITERATIONS, CLOSE = 1000, 1e-9
 """Of the largest eigenvalue, which sets no more than a scale: it may be a little off."""
@@ -113,7 +117,8 @@ class FirstOrder:
         metric: "isotropic", all weights alike; "layers", those of each tensor by one over the mean square of their
             gradients; or "adam", each weight as far as Adam would move it: for what is trained again by Adam or AdamW.
         start: the model from which it is trained again, where that is not w*: `kappa_of_training` then counts the
-            curvature that is there.
+            curvature that is there. Its batch norms must have statistics of their own weights: after few steps of
+            training, running means are still those of where it began.
         rounded: round gradients to bfloat16 before they are multiplied, which on a GPU is many times as fast, and twice
             as many fit the buffer. Three digits of every number of a gradient are more than its labels are known to.
         buffer_bytes: what the gradients held at once may take.
@@ -161,7 +166,7 @@ class FirstOrder:
             each = PerExample(in_place, loss, buffer_bytes)
             if metric != "isotropic":
                 tell("the mean square of every weight's gradient")
-                each.scale = scale_of(each, sets["train"], metric)
+                each.scale = root_of_metric(each, sets["train"], metric)
             tell("drawing labels")
             labelled = sets["train"]
             if 0 < drawn < 1:
@@ -199,12 +204,16 @@ class FirstOrder:
                         begin, in_place, loss, sets["train"], math.ceil(drawn), seed, each.scale, buffer_bytes
                     )
             if metric == "layers" and held:
-                tell("the curvature of what counts most")
-                self._relative_curvature /= _squared_length(left, self._held, counted)
+                tell("how fast training moves what counts most")
+                _, pattern = _leading(self._held)
+                along = _gradient_of_sum(in_place, loss, held, pattern / pattern.norm().clamp(min=TINY) * counted)
+                self._along = float(along.square().sum())
         self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
         self._count = count
         about_labels = 0 if not held else int(share) if share.is_integer() else share
         self._about = {"labels": about_labels, "seed": seed, "metric": metric, "rounded": rounded}
+        if start is not None:
+            self._about["curvature_at_start"] = self._relative_curvature
 
     @functools.cached_property
     def _largest(self) -> float:
@@ -268,21 +277,23 @@ class FirstOrder:
             },
         )
 
-    def kappa_of_training(self, total_rate: float, *, weight_decay: float = 0.0, batch_size: float = 1) -> float:
+    def kappa_of_training(
+        self, total_rate: float, *, weight_decay: float = 0.0, batch_size: float | None = None
+    ) -> float:
         """Return the κ that belongs to how the model is trained again.
 
         Curvature is that of w*, or of ``start`` in the directions in which w* has its own: early in training there is
-        far less of it. Where layers count alike, it is that of the direction that counts most there, so that training
-        by SGD holds that direction as far as κ does.
+        far less of it. Where layers count alike, it is how fast SGD moves the losses that have most curvature there: of
+        their pattern a, aᵀKa with K in the metric of SGD, instead of λmax(K).
 
         Args:
-            total_rate: the learning rates of all steps, summed; of SGD with momentum m, that divided by 1 − m (Adam's
-                own needs no such thing), or less where that is not many steps: as far as a gradient of 1 would lead.
-                Infinite for training to the end.
+            total_rate: the learning rates of all steps, summed, of the training that is to be predicted; of SGD with
+                momentum m, that divided by 1 − m (Adam's own needs no such thing), or less where that is not many
+                steps: as far as a gradient of 1 would lead. Infinite for training to the end.
             weight_decay: what each step takes off the weights, as a multiple of its learning rate: AdamW's and SGD's.
                 (That of `torch.optim.Adam` is divided by √v as gradients are, and holds less.)
-            batch_size: examples in a step. It counts in the metric of Adam alone, whose steps are divided by the size
-                of a batch's gradient: √(batch size) smaller than that of a single example's.
+            batch_size: examples in a step. It counts in the metric of Adam alone, and is needed there: its steps are
+                divided by the size of a batch's gradient, √(batch size) smaller than that of a single example's.
 
         Raises:
             InputError: the losses themselves are held, whose gradients are no curvature.
@@ -290,6 +301,11 @@ class FirstOrder:
         if not self._about["labels"]:
             expected = "labels of the model: they show its curvature"
             raise InputError("labels", got="0, or a loss of which none can be drawn", expected=expected, fix="give a κ")
+        if batch_size is None:
+            if self._about["metric"] == "adam":
+                expected = "the examples in a step of that training, by whose root Adam's steps are larger"
+                raise InputError("batch_size", got="none", expected=expected)
+            batch_size = 1
         for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
             if not (isinstance(value, numbers.Real) and float(value) > 0):
                 raise InputError(name, got=repr(value), expected="a positive number")
@@ -300,6 +316,8 @@ class FirstOrder:
             got = "training to the end without weight decay"
             raise InputError("total_rate", got=got, expected="something that holds the weights")
         curvature = self._relative_curvature * self._largest / self._count
+        if self._about["metric"] == "layers":
+            curvature *= self._along / self._largest
         return curvature * (math.sqrt(batch_size) if self._about["metric"] == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
@@ -389,6 +407,8 @@ def _require_start(start: nn.Module, weights: WeightSelection, model: InPlace, l
     if not labels:
         expected = "labels of the model: they show its curvature"
         raise InputError("start", got="labels=0, or a loss of which none can be drawn", expected=expected)
+    if not isinstance(start, nn.Module):
+        raise InputError("start", got=type(start).__name__, expected="a model, as the one that is scored")
     for device in {value.device for value in start.parameters()} - {model.device}:
         raise InputError("start", got=f"a model on {device}", expected=f"one on {model.device}")
     there = MovingWeights(start, weights)
@@ -443,20 +463,23 @@ def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]
     return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])
 
 
-def _squared_length(gradients: Gradients, held: Float[Tensor, "held held"], counted: Float[Tensor, " held"]) -> float:
-    """‖M^½u‖², with u the direction, of length 1 in the metric, in which what is held has the most curvature.
+def _gradient_of_sum(
+    model: InPlace, loss: Loss, sets: Sequence[Data], weights: Float[Tensor, " held"]
+) -> Float[Tensor, " weight"]:
+    """Σ wᵢgᵢ of the examples of all sets, one after another; in as many passes as a step of training would take."""
+    plain, center = FunctionalModel(model.model, model.moving), model.moving.center.to(model.moving.dtype)
+    weights, place = weights.to(model.moving.dtype), 0
+    total = torch.zeros_like(center, dtype=torch.float64)
 
-    What has the length 1 there is so long as weights are written, where training steps. The first of the gradients are
-    those that are held.
-    """
-    each, _ = gradients.parts[0]
-    _, vector = _leading(held)
-    parts = vector * counted
-    along = torch.zeros(each.moving.total, dtype=torch.float64, device=each.device)
-    for rows, some in gradients(range(len(held))):
-        along += (parts[rows.start : rows.stop].to(each.moving.dtype) @ some.to(each.moving.dtype)).double()
-    assert each.scale is not None
-    return float((along * each.scale).square().sum() / along.square().sum().clamp(min=torch.finfo(along.dtype).tiny))
+    def weighted(flat: Tensor, batch: Batch, rest: Tensor) -> tuple[Tensor, Tensor]:
+        losses = plain.sample_losses(loss, flat, batch)
+        return losses.to(rest.dtype) @ rest[: len(losses)], losses
+
+    for batch in itertools.chain.from_iterable(_batches(model, loss, data) for data in sets):
+        gradient, losses = grad(weighted, has_aux=True)(center, batch, weights[place:])
+        total += gradient
+        place += len(losses)
+    return total
 
 
 def _leading(products: Float[Tensor, "held held"]) -> tuple[float, Float[Tensor, " held"]]:

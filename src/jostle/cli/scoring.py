@@ -47,7 +47,7 @@ def first_order(
         Literal["isotropic", "layers", "adam"],
         typer.Option(
             metavar="NAME",
-            help="isotropic: all weights alike; layers: all layers; adam: each weight as far as Adam moves it.",
+            help="isotropic: all weights alike; layers: those of any layer; adam: each as far as Adam moves it.",
         ),
     ] = "isotropic",
     labels: Annotated[
@@ -61,7 +61,8 @@ def first_order(
         typer.Option(metavar="κ", help="How far they are held. Default: 100, or with --total-rate, as training says."),
     ] = None,
     total_rate: Annotated[
-        float | None, typer.Option(metavar="τ", help="The learning rates of all steps of a training, summed.")
+        float | None,
+        typer.Option(metavar="τ", help="The learning rates of all steps of a training, summed: SGD's; adam: Adam's."),
     ] = None,
     weight_decay: Annotated[
         float | None, typer.Option(metavar="W", help=f"{_TRAINING}the weight decay. Default: 0.")
@@ -129,7 +130,7 @@ def first_order(
         start=None if start is None else other_checkpoint(task.model, start), progress=True,
     )  # fmt: skip
     if total_rate is not None:
-        kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size or 1)
+        kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
     scores = limit.influence(**only_given({"kappa": kappa}), normalize=correlation)
     say(f"read at κ = {scores.provenance['kappa']:.4g}" + (", as the training says" if total_rate is not None else ""))
     replace(scores, provenance={**scores.provenance, "seconds": time.perf_counter() - started}).save(file)

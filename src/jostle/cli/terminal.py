@@ -214,7 +214,7 @@ def print_report(console: Console, report: Report) -> None:
         return
     random = report.kind == "random"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
+    table.add_column("method", overflow="fold")  # in a narrow window: no digit may be cut off
     table.add_column("LDS per query" if random else "leave-one-out", justify="right", no_wrap=True)
     if random:
         table.add_column("LDS per subset", justify="right", no_wrap=True)
@@ -245,15 +245,20 @@ def _print_removal(console: Console, report: Report) -> None:
     if found is None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="rise in the query's loss", title_justify="left")
-    table.add_column("removed by", no_wrap=True)
+    table.add_column("removed by", overflow="fold")
     for count in found.counts:
         table.add_column(f"{count} removed", justify="right", no_wrap=True)
     for method, rises in found.rise.items():
         table.add_row(method, *(str(one) for one in rises), style="dim" if method == "random" else None)
     console.print(table)
     if found.brittle is not None:
-        flips = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="right answers turned wrong", title_justify="left")
-        flips.add_column("removed by", no_wrap=True)
+        flips = Table(
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            title=f"right answers turned wrong, of {found.right}",
+            title_justify="left",
+        )
+        flips.add_column("removed by", overflow="fold")
         for count in found.counts:
             flips.add_column(f"{count} or fewer", justify="right", no_wrap=True)
         for method, shares in found.brittle.items():

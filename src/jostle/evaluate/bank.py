@@ -27,16 +27,19 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from jostle._version import __version__
+from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning, warn
+from jostle.evaluate.inputs import Given, scores_of
 from jostle.evaluate.subsets import Subsets
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
-from jostle.scores import Scores
 
 FORMAT = 1
 LOSS = "loss"
+DATA = {"train": "training data", "query": "queries"}
+"""What data are called that have a fingerprint."""
 
 TrainFunction = Callable[[Int[np.ndarray, " member"], int], nn.Module]
 
@@ -101,14 +104,21 @@ class Bank:
         return cls(directory)
 
     def _require_same(self, about: Mapping[str, Any], subsets: Subsets) -> None:
-        for key in ("train", "queries", "kind", "fingerprints"):
+        fix = "choose another directory, or delete this one"
+        for key, of in (("train", "training examples"), ("queries", "queries"), ("kind", "subsets")):
             if self.about[key] != about[key]:
-                raise InputError(
-                    "bank",
-                    got=f"{self.directory}, whose {key} is {self.about[key]}",
-                    expected=f"{about[key]}, as passed now",
-                    fix="choose another directory, or delete this one",
-                )
+                got = f"{about[key]} {of} for {self.directory}"
+                raise InputError("bank", got=got, expected=f"{self.about[key]}, as in the bank", fix=fix)
+        ours, theirs = self.about["fingerprints"], about["fingerprints"]
+        differing: list[str] = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if differing:
+            which = " and ".join(DATA.get(name, name) for name in differing)
+            raise InputError(
+                "bank",
+                got=f"other data for {self.directory}: the {which} differ from those of the bank",
+                expected="the same examples, in the same order",
+                fix=fix,
+            )
         both = min(len(subsets), len(self.subsets))
         same_labels = list(self.about["labels"])[:both] == about["labels"][:both]
         if not same_labels or not np.array_equal(self.subsets.members[:both], subsets.members[:both]):
@@ -116,7 +126,7 @@ class Bank:
                 "bank",
                 got=f"{self.directory}, a bank of other subsets",
                 expected="the same ones, or more of them from the same seed",
-                fix="choose another directory, or delete this one",
+                fix=fix,
             )
 
     def __len__(self) -> int:
@@ -134,25 +144,29 @@ class Bank:
         rows = len(self) if subsets is None else min(subsets, len(self))
         return [(subset, seed) for seed in range(seeds) for subset in range(rows) if (subset, seed) not in known]
 
-    def store(self, subset: int, seed: int, values: Mapping[str, Float[np.ndarray, " query"]]) -> None:
+    def store(self, subset: int, seed: int, values: Mapping[str, Float[np.ndarray, " query"]]) -> bool:
         """Keep what one retraining gave: ``"loss"``, one number a query, and any other observables.
 
         What is not finite or of another length is recorded as a failure.
+
+        Returns:
+            Whether it was kept.
         """
         tensors = {}
         for name, value in values.items():
             value = np.asarray(value, np.float32)
             if name == LOSS and value.shape != (self.about["queries"],):
                 self.fail(subset, seed, f"losses of shape {value.shape} for {self.about['queries']} queries")
-                return
+                return False
             with np.errstate(over="ignore"):
                 tensors[name] = value.astype(self.about["dtype"])
             if not np.isfinite(tensors[name]).all():
                 self.fail(subset, seed, f"a {name} that is not finite in {self.about['dtype']}")
-                return
+                return False
         path = self._path("retrainings", subset, seed)
         _write(path, lambda temporary: safetensors.numpy.save_file(tensors, temporary))
         self._path("failures", subset, seed).unlink(missing_ok=True)
+        return True
 
     def fail(self, subset: int, seed: int, reason: str) -> None:
         """Record that one retraining failed, and why."""
@@ -205,8 +219,9 @@ class Bank:
             text += first["reason"]
         return {"finished": len(done), "subsets": len(self), "seeds": seeds, "failures": failures, "text": text}
 
-    def check(self, scores: Scores) -> None:
+    def check(self, scores: Given) -> None:
         """Refuse scores of other data, of another size, that are not finite, or that are constant."""
+        scores = scores_of(scores)
         expected = (self.about["train"], self.about["queries"])
         if scores.shape != expected:
             raise InputError(
@@ -219,9 +234,8 @@ class Bank:
             if name in theirs and theirs[name] != ours:
                 raise InputError(
                     f"scores of {scores.method}",
-                    got=f"{name} data with fingerprint {theirs[name]}",
-                    expected=f"{ours}, that of the bank",
-                    fix="score the examples that the bank was retrained on, in the same order",
+                    got=f"those of other data: the {DATA.get(name, name)} differ from those of the bank",
+                    expected="those of the examples that the bank was retrained on, in the same order",
                 )
         if not np.isfinite(scores.values).all():
             raise InputError(f"scores of {scores.method}", got="values that are not finite", expected="finite ones")
@@ -239,6 +253,10 @@ class Bank:
             _write(self.directory / "bank.json", lambda path: path.write_text(json.dumps(self.about)))
         for name in [*self.about["shapes"], *shapes]:
             expected, got = self.about["shapes"].get(name), shapes.get(name)
+            if got is None:
+                return f"a model of another shape: it has no {name}, expected one of shape {expected}"
+            if expected is None:
+                return f"a model of another shape: it has a {name}, expected none"
             if expected != got:
                 return f"a model of another shape: {name} is {got}, expected {expected}"
         return None
@@ -250,6 +268,18 @@ class Bank:
     def _path(self, kind: str, subset: int, seed: int) -> Path:
         suffix = "safetensors" if kind == "retrainings" else "json"
         return self.directory / kind / f"{subset:05d}-{seed}.{suffix}"
+
+
+def require_bank(bank: Any) -> None:
+    """Refuse what is no bank: the path of one, above all."""
+    if not isinstance(bank, Bank):
+        is_path = isinstance(bank, str | Path)
+        raise InputError(
+            "bank",
+            got=repr(str(bank)) if is_path else f"a {type(bank).__name__}",
+            expected="a Bank",
+            fix=f"open it with Bank({str(bank)!r})" if is_path else "open one with Bank(path)",
+        )
 
 
 def retrain(
@@ -269,6 +299,7 @@ def retrain(
     jobs: int = 1,
     minutes: float | None = None,
     retry: bool = False,
+    progress: bool = True,
 ) -> Bank:
     """Train a model on every subset, several times, and keep the loss of every query.
 
@@ -292,6 +323,7 @@ def retrain(
         jobs: how many processes train at once; −1 for one a core.
         minutes: begin no retraining after so long.
         retry: try again what failed before.
+        progress: show how many are finished where stderr is a terminal or a notebook, and a line a minute elsewhere.
 
     Returns:
         The bank, finished or not; `Bank.summary` says how far it is.
@@ -312,8 +344,17 @@ def retrain(
     measure = Measure(query, loss or classification_loss(), dict(observables or {}), collate, batch_size)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
+    todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
+    unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
+    every, failed = len(subsets) * seeds, unfinished - len(todo)
+
+    def how_far() -> str:
+        """What earlier calls did counts, too."""
+        also = f", {failed:,} failed" if failed else ""
+        return f"{every - unfinished:,} of {every:,} retrainings finished{also}"
+
     def tasks() -> Iterator[Any]:
-        for subset, seed in bank.todo(seeds, subsets=len(subsets), retry=retry):
+        for subset, seed in todo:
             if deadline is not None and time.monotonic() > deadline:
                 return
             yield joblib.delayed(_retrain_once)(train_function, measure, subsets.indices(subset), subset, seed)
@@ -321,14 +362,19 @@ def retrain(
     # Dispatched one by one, so that none begins after the deadline; collected as they come, so that all are kept.
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "n_jobs", "batch_size": 1}
     parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
-    for outcome in parallel(tasks()):
-        failure = outcome.failure or bank.require_shapes(outcome.shapes)
-        if failure is None:
-            bank.store(outcome.subset, outcome.seed, outcome.values)
-        else:
-            bank.fail(outcome.subset, outcome.seed, failure)
+    with telling(progress) as tell:
+        tell(how_far())
+        for outcome in parallel(tasks()):
+            failure, kept = outcome.failure or bank.require_shapes(outcome.shapes), False
+            if failure is None:
+                kept = bank.store(outcome.subset, outcome.seed, outcome.values)
+            else:
+                bank.fail(outcome.subset, outcome.seed, failure)
+            unfinished, failed = unfinished - kept, failed + (not kept)
+            tell(how_far())
     if bank.failures:
-        warn(bank.summary()["text"], RetrainingFailedWarning)
+        again = "failures are kept, and the same call leaves them out; retrain(..., retry=True) tries them again"
+        warn(f"{bank.summary()['text']}; {again}", RetrainingFailedWarning)
     return bank
 
 

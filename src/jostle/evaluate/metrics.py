@@ -21,7 +21,8 @@ import scipy.stats
 from jaxtyping import Bool, Float
 
 from jostle.errors import ChainsFailedError, InputError
-from jostle.evaluate.bank import Bank
+from jostle.evaluate.bank import Bank, require_bank
+from jostle.evaluate.inputs import Given, scores_of
 from jostle.runs.run import Run
 from jostle.scores import Scores
 
@@ -30,9 +31,12 @@ Correlation = Literal["spearman", "pearson"]
 
 BOOTSTRAP = 200
 NORMAL_95 = 1.96
+CONTROL_MARK = " (control)"
 BLOCK_BYTES = 256 << 20
 """What of a trace or of scores is in memory at once in double precision."""
 ROWS_AT_ONCE = 4_096
+SHOWN_SHARES = (0.1, 0.2, 0.5)
+"""After how much of the training set what was found is told."""
 CONSTANT = 1e-12
 """A variance of no more of the squares than this is rounding."""
 
@@ -83,7 +87,7 @@ class Measured:
 
 def lds(
     bank: Bank,
-    scores: Scores,
+    scores: Given,
     *,
     per: Per = "query",
     correlation: Correlation = "spearman",
@@ -99,7 +103,7 @@ def lds(
 
     Args:
         bank: retrainings on random subsets, or on all examples but one.
-        scores: of the bank's training examples on its queries.
+        scores: of the bank's training examples on its queries; a bare array of them will do.
         per: over what one correlation is taken.
         correlation: of ranks, or of values.
         bootstrap: how many times queries, subsets and seeds are resampled for the standard error.
@@ -108,18 +112,20 @@ def lds(
     Raises:
         InputError: scores of other data or of another size, or constant ones.
     """
+    require_bank(bank)
     if bank.subsets.kind == "removal":
         raise InputError(
             "bank", got="a bank of removals", expected="random subsets, or all but one", fix="use removal()"
         )
-    bank.check(scores)
-    given = [predicted_losses(bank, scores)]
-    return lds_of(given, bank.values(), per=per, correlation=correlation, bootstrap=bootstrap, seed=seed)[0]
+    given = scores_of(scores)
+    bank.check(given)
+    predicted = [predicted_losses(bank, given)]
+    return lds_of(predicted, bank.values(), per=per, correlation=correlation, bootstrap=bootstrap, seed=seed)[0]
 
 
 def leave_one_out_correlation(
     bank: Bank,
-    scores: Scores,
+    scores: Given,
     *,
     correlation: Correlation = "spearman",
     bootstrap: int = BOOTSTRAP,
@@ -129,6 +135,7 @@ def leave_one_out_correlation(
 
     Without example i the loss should change by −τᵢⱼ. That is the LDS of the subsets "all but one".
     """
+    require_bank(bank)
     if bank.subsets.kind != "leave-one-out":
         raise InputError("bank", got=f"subsets of kind {bank.subsets.kind!r}", expected="those of leave_one_out()")
     return lds(bank, scores, correlation=correlation, bootstrap=bootstrap, seed=seed)
@@ -155,6 +162,7 @@ def repeatability(bank: Bank) -> float | None:
     None where there is one seed. Where it is low, subsets hardly matter against the randomness of training, and no
     method can have a high LDS.
     """
+    require_bank(bank)
     losses = bank.values()
     halves = losses[:, 0::2], losses[:, 1::2]
     both = [np.isfinite(half[:, :, 0]).any(1) for half in halves]
@@ -276,8 +284,12 @@ class Detection:
     """
 
     auroc: Measured
-    inspected: Float[np.ndarray, " point"]
-    found: Float[np.ndarray, " point"]
+    inspected: Float[np.ndarray, " point"] = field(repr=False)
+    found: Float[np.ndarray, " point"] = field(repr=False)
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{self.found_at(share):.0%} in the first {share:.0%}" for share in SHOWN_SHARES)
+        return f"AUROC {self.auroc}; of the wrong labels {found}"
 
     def found_at(self, share: float) -> float:
         """Return the share of mislabelled examples found after inspecting a share of the training set."""
@@ -360,12 +372,37 @@ class Removal:
             or fewer; of blind ones, the share of repeats. None without an observable ``"margin"``.
         fewest: for each method and query, the smallest count that made the query wrong, of blind removals in at least
             half of the repeats; None where none did.
+        right: how many queries were right at first: what ``brittle`` has shares of.
     """
 
     counts: list[int]
     rise: dict[str, list[Measured]]
     brittle: dict[str, list[float]] | None
     fewest: dict[str, dict[int, int | None]] | None
+    right: int | None = None
+
+    def __str__(self) -> str:
+        rises = [[_marked(name), *map(str, rise)] for name, rise in self.rise.items()]
+        text = aligned([["rise in the query's loss", *(f"{count:,} removed" for count in self.counts)], *rises])
+        if self.brittle is None:
+            return text
+        shares = [[_marked(name), *(f"{share:.0%}" for share in all_)] for name, all_ in self.brittle.items()]
+        heading = f"turned wrong, of {self.right} right"
+        return f"{text}\n\n{aligned([[heading, *(f'{count:,} or fewer' for count in self.counts)], *shares])}"
+
+
+def _marked(method: str) -> str:
+    return method + CONTROL_MARK if method == "random" else method
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain text: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]
+        for name, *cells in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal:
@@ -374,6 +411,7 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
     The bank's subsets are those of `removals`. Where it keeps an observable ``"margin"`` (one number a query, positive
     where the model is right), also say how few removals turn a right answer into a wrong one: the brittleness.
     """
+    require_bank(bank)
     labels = bank.subsets.labels
     if bank.subsets.kind != "removal":
         raise InputError("bank", got=f"subsets of kind {bank.subsets.kind!r}", expected="those of removals()")
@@ -398,14 +436,15 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
     margins = _seed_means(bank.values("margin"))
     brittle: dict[str, list[float]] = {}
     fewest: dict[str, dict[int, int | None]] = {}
+    right = [query for query in queries if margins[0, query] > 0]
     for method in methods:
-        turned = {query: _turned(margins, labels, method, counts, query) for query in queries if margins[0, query] > 0}
+        turned = {query: _turned(margins, labels, method, counts, query) for query in right}
         brittle[method] = np.mean(list(turned.values()) or [np.zeros(len(counts))], axis=0).tolist()
         fewest[method] = dict.fromkeys(queries) | {
             query: next((k for k, share in zip(counts, shares, strict=True) if share >= 0.5), None)
             for query, shares in turned.items()
         }
-    return Removal(counts, rise, brittle, fewest)
+    return Removal(counts, rise, brittle, fewest, len(right))
 
 
 def _turned(values: np.ndarray, labels: Sequence[Any], method: str, counts: Sequence[int], query: int) -> list[float]:

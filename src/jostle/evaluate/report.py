@@ -15,13 +15,16 @@ from jostle.attributors import bm25, query_difficulty, random_scores, subset_siz
 from jostle.conditioning import Kappa
 from jostle.diagnose import plots
 from jostle.errors import InputError
-from jostle.evaluate.bank import Bank
+from jostle.evaluate.bank import Bank, require_bank
+from jostle.evaluate.inputs import Given, named_scores
 from jostle.evaluate.metrics import (
     BOOTSTRAP,
+    CONTROL_MARK,
     NORMAL_95,
     Detection,
     Measured,
     Removal,
+    aligned,
     lds_of,
     mislabel_detection,
     predicted_losses,
@@ -32,6 +35,8 @@ from jostle.evaluate.metrics import (
 from jostle.runs.run import Run, load
 from jostle.scores import Scores
 
+DODGED_WIDTH, LARGEST_DODGE = 0.5, 0.08
+"""How much of the way from one number to the next all methods take, and one at most."""
 METHOD_COLOUR, CONTROL_COLOUR = plots.BLUE, "#999999"
 
 
@@ -55,6 +60,11 @@ class Row:
     per_subset: Measured | None
     seconds: float | None = None
     mislabels: Detection | None = None
+
+    @property
+    def name(self) -> str:
+        """The method, marked where it is a control."""
+        return self.method + CONTROL_MARK if self.control else self.method
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
@@ -86,6 +96,22 @@ class Report:
     repeatability: float | None = None
     removed: Removal | None = None
 
+    def __str__(self) -> str:
+        about = str(self.summary["text"])
+        if self.removed is not None:
+            return f"{about}\n\n{self.removed}"
+        if self.repeatability is not None:
+            about += f"\nrepeatability of their losses: {self.repeatability:.2f}"
+        random = self.kind == "random"
+        columns = [["method", *(row.name for row in self.rows)]]
+        columns.append(["LDS per query" if random else "leave-one-out", *(str(row.per_query) for row in self.rows)])
+        if random:
+            columns.append(["LDS per subset", *(str(row.per_subset) for row in self.rows)])
+        if any(row.mislabels is not None for row in self.rows):
+            found = ("" if row.mislabels is None else str(row.mislabels.auroc) for row in self.rows)
+            columns.append(["AUROC of mislabels", *found])
+        return f"{about}\n\n{aligned([*zip(*columns, strict=True)])}\n\n± is a 95 % interval"
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
         plain: dict[str, Any] = {
@@ -99,6 +125,7 @@ class Report:
                 "counts": self.removed.counts,
                 "rise": {name: [one.to_dict() for one in all_] for name, all_ in self.removed.rise.items()},
                 "brittle": self.removed.brittle,
+                "right": self.removed.right,
             }
         return plain
 
@@ -119,7 +146,7 @@ class Report:
 
 def compare(
     bank: Bank,
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, Given],
     *,
     texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
     controls: bool = True,
@@ -132,7 +159,7 @@ def compare(
 
     Args:
         bank: the retrainings.
-        scores: the methods, by name.
+        scores: the methods, by name: `Scores`, or bare arrays of them.
         texts: the words or tokens of every training text and of every query, for the control BM25.
         controls: random scores, the difficulty of queries alone (their mean losses in the bank itself, the best that
             such a control can know), and the size of the subset alone.
@@ -141,8 +168,10 @@ def compare(
         bootstrap: how many times queries, subsets and seeds are resampled.
         seed: of the bootstrap and the controls.
     """
+    require_bank(bank)
+    methods = named_scores(scores)
     if bank.subsets.kind == "removal":
-        if scores:
+        if methods:
             raise InputError(
                 "bank",
                 got="a bank of removals together with scores",
@@ -160,9 +189,9 @@ def compare(
         }
         if texts is not None:
             blind["BM25"] = bm25(*texts)
-    for name in filter(blind.__contains__, scores):
+    for name in filter(blind.__contains__, methods):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
-    named = {**scores, **blind}
+    named = {**methods, **blind}
     for given in named.values():
         bank.check(given)
     predictions = [predicted_losses(bank, given) for given in named.values()]
@@ -268,25 +297,30 @@ def draw_rows(figure: Any, rows: Sequence[Row], kind: str = "random") -> None:
         panel.grid(axis="x", alpha=0.3)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    axes[0].set_yticks(range(len(rows)), [row.method + (" (control)" if row.control else "") for row in rows])
+    axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0].invert_yaxis()
 
 
 def draw_removal(figure: Any, found: Removal) -> None:
     """Draw the rise in loss, and the share of queries that turn wrong, against the number of removed examples."""
     panels = figure.subplots(1, 1 + (found.brittle is not None), squeeze=False)[0]
+    # A place for each number, since they often double, and beside it one for each method: equal ones hide each other.
+    places = np.arange(len(found.counts))
+    apart = min(LARGEST_DODGE, DODGED_WIDTH / max(1, len(found.rise)))
     for index, (method, rises) in enumerate(found.rise.items()):
+        at = places + apart * (index - (len(found.rise) - 1) / 2)
         colour = CONTROL_COLOUR if method == "random" else plots.CHAIN_COLOURS[index % len(plots.CHAIN_COLOURS)]
         errors = [NORMAL_95 * one.standard_error for one in rises]
         panels[0].errorbar(
-            found.counts, [one.value for one in rises], yerr=errors, color=colour, marker="o", capsize=3, label=method
+            at, [one.value for one in rises], yerr=errors, color=colour, marker="o", capsize=3, label=method
         )
         if found.brittle is not None:
-            panels[1].plot(found.counts, found.brittle[method], color=colour, marker="o", label=method)
-    titles = ("rise in the query's loss (nats)", "share of right answers turned wrong")
+            panels[1].plot(at, found.brittle[method], color=colour, marker="o", label=method)
+    titles = ("rise in the query's loss (nats)", f"share of n = {found.right} right answers turned wrong")
     for panel, title in zip(panels, titles, strict=False):
         panel.set(xlabel="training examples removed", ylabel=title)
-        panel.grid(alpha=0.3)
+        panel.set_xticks(places, [f"{count:,}" for count in found.counts])
+        panel.grid(axis="y", alpha=0.3)
         panel.legend(frameon=False)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)

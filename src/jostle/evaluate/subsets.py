@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jostle.errors import InputError
-from jostle.scores import Scores
+from jostle.evaluate.inputs import Given, named_scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def leave_one_out(of: int, which: Sequence[int] | None = None) -> Subsets:
 
 
 def removals(
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, Given],
     *,
     queries: Sequence[int],
     counts: Sequence[int],
@@ -90,10 +90,12 @@ def removals(
         random: how many times as many are picked blindly, for each count.
         seed: of the blind picks.
     """
-    shapes = {given.shape for given in scores.values()}
-    if len(shapes) != 1:
-        raise InputError("scores", got=f"shapes {sorted(shapes)}", expected="one or more methods of one shape")
-    reserved = {"none", "random"} & scores.keys()
+    methods = named_scores(scores)
+    shapes = {given.shape for given in methods.values()}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        expected = "one or more methods of one shape, (train, query)"
+        raise InputError("scores", got=f"shapes {sorted(shapes)}", expected=expected)
+    reserved = {"none", "random"} & methods.keys()
     if reserved:
         raise InputError(
             "scores", got=f"a method called {reserved.pop()!r}", expected="another name: that is a control's"
@@ -114,7 +116,7 @@ def removals(
     for k in counts:
         for repeat in range(random):
             add(np.random.default_rng((seed, k, repeat)).permutation(of)[:k], method="random", k=k, repeat=repeat)
-        for name, given in scores.items():
+        for name, given in methods.items():
             for query in queries:
                 order = np.argsort(given.values[:, query], kind="stable")
                 add(order[:k], method=name, k=k, query=int(query))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Self
@@ -71,7 +72,9 @@ class InPlace(FunctionalModel):
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in moving)
         # Images run through a GPU's matrix units with their channels innermost; one such filter makes all follow.
-        filters = [m.weight for m in self.model.modules() if isinstance(m, nn.Conv2d) and m.weight.is_cuda]
+        convolutions = [module for module in self.model.modules() if isinstance(module, nn.Conv2d)]
+        values = itertools.chain.from_iterable(module.parameters() for module in convolutions)
+        filters = [value for value in values if value.ndim == 4 and value.is_cuda]
         self._laid_out = [(parameter, parameter.data) for parameter in filters]
         for parameter, values in self._laid_out:
             parameter.data = values.contiguous(memory_format=torch.channels_last)
