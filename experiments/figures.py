@@ -150,11 +150,13 @@ def draw(
     for panel, title in zip(panels, titles, strict=False):
         panel.set_xticks(range(len(banks)), banks)
         panel.set(xlabel=xlabel)
-        panel.set_title(f"{title}, ± standard error where known", fontsize=10)
+        panel.set_title(title, fontsize=10)
         panel.axhline(0, color="black", linewidth=0.8)
         panel.grid(alpha=0.3)
     panels[1].set_ylim(bottom=max(panels[1].get_ylim()[0], LOWEST))
-    panels[3].set(xlabel="seconds (EK-FAC's fit: in one of its rows)", title="time")
+    figure.suptitle("± standard error, where it is known", fontsize=9)
+    panels[3].set(xlabel="seconds; of EK-FAC, one has the fit")
+    panels[3].set_title("time", fontsize=10)
     panels[3].set_xscale("log")
     panels[3].tick_params("y", labelsize=8)
     panels[3].xaxis.set(
