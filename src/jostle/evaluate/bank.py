@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,14 +169,14 @@ class Bank:
         self._path("failures", subset, seed).unlink(missing_ok=True)
         return True
 
-    def fail(self, subset: int, seed: int, reason: str) -> None:
-        """Record that one retraining failed, and why."""
-        text = json.dumps({"subset": subset, "seed": seed, "reason": reason})
+    def fail(self, subset: int, seed: int, reason: str, where: str = "") -> None:
+        """Record that one retraining failed, and why; ``where`` is a traceback."""
+        text = json.dumps({"subset": subset, "seed": seed, "reason": reason, "traceback": where})
         _write(self._path("failures", subset, seed), lambda path: path.write_text(text))
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """The retrainings that failed, with their reasons."""
+        """The retrainings that failed, with their reasons, and the tracebacks of what they raised."""
         return [json.loads(path.read_text()) for path in sorted((self.directory / "failures").glob("*.json"))]
 
     @property
@@ -369,7 +370,7 @@ def retrain(
             if failure is None:
                 kept = bank.store(outcome.subset, outcome.seed, outcome.values)
             else:
-                bank.fail(outcome.subset, outcome.seed, failure)
+                bank.fail(outcome.subset, outcome.seed, failure, outcome.traceback)
             unfinished, failed = unfinished - kept, failed + (not kept)
             tell(how_far())
     if bank.failures:
@@ -409,6 +410,7 @@ class _Outcome:
     values: dict[str, np.ndarray]
     shapes: dict[str, list[int]]
     failure: str | None = None
+    traceback: str = ""
 
 
 def _retrain_once(
@@ -421,7 +423,8 @@ def _retrain_once(
             return _Outcome(subset, seed, {}, {}, f"train returned a {type(model).__name__}, not a torch.nn.Module")
         return _Outcome(subset, seed, measure(model), shapes_of(model))
     except Exception as error:  # the user's code may raise anything
-        return _Outcome(subset, seed, {}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        return _Outcome(subset, seed, {}, {}, reason, traceback.format_exc())
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
