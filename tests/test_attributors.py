@@ -316,6 +316,23 @@ def test_units_in_which_layers_are_alike_are_the_metric_in_which_they_count_alik
     np.testing.assert_allclose(run.influence(normalize=True).values, cosines, atol=5 / np.sqrt(4_000))
 
 
+def test_a_module_under_two_names_keeps_its_weights() -> None:
+    """And a weight of two modules is moved in both."""
+    torch.manual_seed(0)
+    layer, train = nn.Linear(5, 5), examples(23, 1)
+    model = nn.Sequential(layer, layer, nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+    model[3].weight = layer.weight
+    parameters = dict(model.named_parameters())
+    by_hand = losses_by_hand(model, *train)
+    found = gradient_similarity(model, train, train).values
+    np.testing.assert_allclose(found, -by_hand @ by_hand.T, rtol=1e-3, atol=1e-5 * np.abs(found).max())
+    near = jostle.Posterior(n_beta=0.0, localization=1e6)
+    jostle.attribute(model, train, train, posterior=near, sampler=jostle.Gaussian(), chains=3, draws=2, progress=False)
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is value for name, value in parameters.items())
+
+
 def test_units_of_some_layers_and_of_those_that_nothing_moves() -> None:
     model, train = classifier(), examples(23, 1)
     alike = layers_alike(model, train, weights=["2.*"])

@@ -336,8 +336,8 @@ def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
         )
     reasons = {failure["subset"]: failure["reason"] for failure in bank.failures}
     raised = [failure for failure in bank.failures if failure["reason"].startswith("RuntimeError")]
-    assert all(failure["traceback"].count("in _retrain_once") == 1 for failure in raised)
-    assert all(failure["traceback"].endswith("out of memory\n") for failure in raised)
+    assert raised
+    assert all("in sometimes_fails" in failure["traceback"] for failure in raised)
     for subset in range(30):
         has = subsets.members[subset]
         if has[0] and has[1]:

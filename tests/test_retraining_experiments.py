@@ -271,7 +271,7 @@ def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monke
         ours, theirs = mine.influence(**options), there.influence(**options)
         assert np.abs(ours.values - theirs.values).max() < 1e-3 * np.abs(theirs.values).max()
         assert lds(packed, ours, bootstrap=0).value == pytest.approx(lds(bank, theirs, bootstrap=0).value, abs=2e-3)
-    with pytest.raises(jostle.InputError, match="fingerprint"):
+    with pytest.raises(jostle.InputError, match="the training data differ from those of the bank"):
         lds(packed, kept.influence(*mine.losses.values(), {"train": "another"}, normalize=False))
     twice = [np.concatenate([mine.losses[part]] * 2) for part in kept.SETS]  # put together with itself
     rows = draws_and_kappa.rows_of(packed, twice, mine.about["fingerprints"], bootstrap=10)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,6 +58,7 @@ class FunctionalModel:
         self.model, self.moving, self.crew = model, moving, Crew()
         self.bfloat16 = bfloat16
         self._said_short = False
+        self._places = _places(model, moving.names)
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
         self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -70,9 +71,13 @@ class FunctionalModel:
 
     def call(self, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Any) -> Tensor:
         """Return ``function(model, *inputs)`` at one chain's weights, differentiable with respect to them."""
-        weights = {f"model.{name}": value for name, value in self.moving.unflatten(flat).items()}
+        weights = {
+            f"model.{place}": value
+            for name, value in self.moving.unflatten(flat).items()
+            for place in self._places[name]
+        }
         with self.precision():
-            return functional_call(_Call(self.model, function), weights, inputs)
+            return functional_call(_Call(self.model, function), weights, inputs, tie_weights=False)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Compute as was asked for."""
@@ -203,6 +208,20 @@ class SideBySide(FunctionalModel):
     def _run(self, name: Hashable, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Return ``function(*inputs)``; functions of one name do the same."""
         return function(*inputs) if self._graphs is None else self._graphs.run(name, function, *inputs)
+
+
+def _places(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
+    """Under which names each weight is substituted: once in every module that has it.
+
+    Where a module has two names itself, `functional_call` would substitute twice, take the first substitute for what
+    was there, and leave it in the model.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, dict[tuple[int, str], str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module, _, own = name.rpartition(".")
+        found.setdefault(id(parameter), {}).setdefault((id(modules[module]), own), name)
+    return {name: list(found[id(model.get_parameter(name))].values()) for name in names}
 
 
 class _Call(nn.Module):
