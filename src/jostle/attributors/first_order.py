@@ -315,9 +315,9 @@ class FirstOrder:
         if not damping:
             got = "training to the end without weight decay"
             raise InputError("total_rate", got=got, expected="something that holds the weights")
-        curvature = self._relative_curvature * self._largest / self._count
-        if self._about["metric"] == "layers":
-            curvature *= self._along / self._largest
+        largest = self._largest  # which refuses what nothing moves
+        curvature = self._relative_curvature * (self._along if self._about["metric"] == "layers" else largest)
+        curvature /= self._count
         return curvature * (math.sqrt(batch_size) if self._about["metric"] == "adam" else 1.0) / damping
 
     def _widths(self, name: str, run: Draws) -> Float[Tensor, " sample"]:
