@@ -58,7 +58,7 @@ from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
 
 KAPPA = 100.0
-"""The best of six, or level with it, for the five models that it was tried on (docs/reading.md)."""
+"""The best of six, or level with it, for the five models that it was tried on (docs/reading-measured.md)."""
 
 EXAMPLES = 256
 """By which the curvature where training begins is compared with that of w*."""
