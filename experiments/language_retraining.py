@@ -6,10 +6,11 @@
 4,096 attribution and 256 evaluation sequences of 256 tokens, at most eight of an article and no article in both; 100
 subsets at alpha 0.5; one epoch of full-parameter AdamW from the pretrained model with a linear schedule, by one of two
 recipes: "paper" (learning rate 3e-5, batch 256, weight decay 0.01) or "strong" (3e-4, batch 32). The model that is
-analysed is fine-tuned on all 4,096 in the same way. Every method sees the same weights, the linear layers of the
-blocks. BIF correlation is the paper's implementation A, covariance its B. --sweep adds a grid of n_beta and
-localization, each with its mean loss beside its LDS. Called again it goes on where it stood. The banks of the record,
-three retrainings of every half, are kept: unpacked into the work directory, they need not be trained again:
+analysed is fine-tuned on all 4,096 in the same way. Every method sees the linear layers of the blocks; the first order
+in the metric of Adam is asked a second time for all weights, and says so. BIF correlation is the paper's implementation
+A, covariance its B. --sweep adds a grid of n_beta and localization, each with its mean loss beside its LDS. Called
+again it goes on where it stood. The banks of the record, three retrainings of every half, are kept: unpacked into the
+work directory, they need not be trained again:
 
     tar -xJf experiments/records/banks/language.tar.xz -C work
 """

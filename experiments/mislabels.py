@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +40,7 @@ from experiments.retraining import (
 from jostle.attributors import ekfac_self_influence, gradient_self_influence
 from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import mislabel_detection, self_influence
+from jostle.evaluate.metrics import NORMAL_95
 
 NOISES = {"aggre": "aggre_label", "random1": "random_label1", "worse": "worse_label"}
 METHODS = ("outputs", "gradients", "ekfac", "bif")
@@ -138,12 +140,35 @@ def one_model(
         print(f"{key}: {about}", flush=True)
     for _, suspects, seconds in finished(jobs, key, record, budget):
         for name, (values, about) in suspects.items():
-            found = mislabel_detection(values, wrong)
-            measured[name] = {
-                "auroc": found.auroc.value, "standard_error": found.auroc.standard_error,
-                "found": [round(found.found_at(share), 4) for share in INSPECTED], "seconds": seconds, **about,
-            }  # fmt: skip
-            print(f"  {name:60} AUROC {found.auroc}   {measured[name]['seconds']:.1f} s", flush=True)
+            with record.failing(key, name):
+                found = mislabel_detection(values, wrong)
+                measured[name] = {
+                    "auroc": found.auroc.value, "standard_error": found.auroc.standard_error,
+                    "found": [round(found.found_at(share), 4) for share in INSPECTED], "seconds": seconds, **about,
+                }  # fmt: skip
+                print(f"  {name:60} AUROC {found.auroc}   {measured[name]['seconds']:.1f} s", flush=True)
+
+
+def shown_methods(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All, but of the dampings that were only tried the best one: by its mean over seeds, if it was tried on each."""
+    names = list(dict.fromkeys(name for found in seeds for name in found))
+    means = {
+        name: {"auroc": np.mean([found[name]["auroc"] for found in seeds])}
+        for name in names
+        if all(name in found for found in seeds)
+    }
+    best = best_ekfac(means, "auroc")
+    return [name for name in names if name not in TRIED or name == best]
+
+
+def interval(found: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The mean AUROC over seeds, and half of its 95 % interval: Student's, and by bootstrap where there is one seed."""
+    aurocs = [one["auroc"] for one in found]
+    seeds = len(aurocs)
+    if seeds == 1:
+        return aurocs[0], NORMAL_95 * found[0]["standard_error"]
+    error = np.std(aurocs, ddof=1) / np.sqrt(seeds)
+    return float(np.mean(aurocs)), float(scipy.stats.t.ppf(0.975, seeds - 1) * error)
 
 
 def draw(
@@ -157,20 +182,15 @@ def draw(
     panels = figure.subplots(len(rows), 2, squeeze=False)
     for (curves, bars), noise in zip(panels, rows, strict=True):
         seeds = {key: found for key, found in measured.items() if key.startswith(f"{noise},")}
-        first = next(iter(seeds.values()))
-        best = best_ekfac(first, "auroc")
-        names = [name for name in first if name not in TRIED or name == best]
+        names = shown_methods(list(seeds.values()))
         for index, name in enumerate(names):
             found = [one[name] for one in seeds.values() if name in one]
             colour = "#999999" if name == "random" else CHAIN_COLOURS[index % len(CHAIN_COLOURS)]
             style = ("-", "--", ":")[index // len(CHAIN_COLOURS) % 3]
             curve = np.mean([one["found"] for one in found], axis=0)
             curves.plot(INSPECTED, curve, color=colour, linestyle=style)
-            aurocs = [one["auroc"] for one in found]
-            alone = found[0]["standard_error"]
-            error = np.std(aurocs, ddof=1) / np.sqrt(len(aurocs)) if len(aurocs) > 1 else alone
             # Drawn as the curve is, so that these are its legend, too.
-            middle, half = np.mean(aurocs), 1.96 * error
+            middle, half = interval(found)
             bars.plot([middle - half, middle, middle + half], 3 * [index], color=colour, linestyle=style, marker="|")
             bars.plot(middle, index, color=colour, marker="o")
         share = np.mean([models[key]["wrong_labels"] / models[key]["images"] for key in seeds])

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from benchmarks.environment import write_record
+from benchmarks.environment import write_record, write_whole
 from torch import nn
 
 import jostle
@@ -225,7 +225,9 @@ class Setting:
             told = [f"{TOLD}{bank}"] if self.labels and bank in (self.adam if "Adam" in job else self.sgd) else []
             at = [*(f"{kappa:g}" for kappa in self.first_order_at), *told]
             return {f"{job}, covariance, read at κ = {kappa}" for kappa in at}
-        return {f"{job}, covariance" if job.startswith("BIF") else job}
+        if job.startswith("BIF"):
+            return {f"{job}, covariance{_read_at(kappa)}" for kappa in (0.0, *self.read_at)}
+        return {job}
 
     def _first_order(self, work: Path, budget: Budget) -> dict[str, Scores]:
         """What draws without a gradient tend to near w*; and with the spread of a few, where the BIF has such draws."""
@@ -304,7 +306,8 @@ class Setting:
         if "localization" not in options:
             path = work / f"calibration-{options['batch_size']}.json"
             if not path.is_file():  # a run goes on only with exactly the same settings
-                path.write_text(json.dumps(self.calibrate(DEFAULT_RULE, options["batch_size"], budget)))
+                text = json.dumps(self.calibrate(DEFAULT_RULE, options["batch_size"], budget))
+                write_whole(path, lambda temporary: temporary.write_text(text))
             chosen = json.loads(path.read_text())
             seconds = chosen["seconds"]
             print(f"  calibrated: {chosen}", flush=True)
@@ -329,8 +332,7 @@ class Setting:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", EstimateWarning)  # what the draws do not support is measured, too
                 scores = run.influence(normalize=kind == "correlation", kappa=kappa)
-            label = f"BIF {name}, {kind}" + (f", read at κ = {kappa:g}" if kappa else "")
-            read[label] = replace(scores, provenance={**scores.provenance, **about})
+            read[f"BIF {name}, {kind}{_read_at(kappa)}"] = replace(scores, provenance={**scores.provenance, **about})
         if settings.get("sampler") == "gaussian":
             if unit not in self._cosines:
                 self._cosines[unit] = self._gradients(unit, cosine=True)
@@ -406,12 +408,33 @@ class Record:
         kept["seconds"] += seconds
         kept["count"] += count
 
-    def has(self, setting: str, bank: str, method: str) -> bool:
-        return method in self.content["measured"].get(setting, {}).get(bank, {}).get("methods", {})
+    def has(self, setting: str, bank: str, method: str, retrainings: int) -> bool:
+        place = self.content["measured"].get(setting, {}).get(bank, {"methods": {}})
+        return method in place["methods"] and place["retrainings"] == retrainings
+
+    @contextlib.contextmanager
+    def failing(self, setting: str, name: str) -> Iterator[None]:
+        """What a method cannot do is a result: it is recorded, and others go on."""
+        failures = self.content.setdefault("failures", {}).setdefault(setting, {})
+        try:
+            yield
+        except OutOfTimeError:
+            raise
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"  {name}: {failures[name]}", flush=True)
+        else:
+            failures.pop(name, None)
 
     def keep(self, setting: str, bank: str, report: Any, about: Mapping[str, Any]) -> None:
         place = self.content["measured"].setdefault(setting, {}).setdefault(bank, {"methods": {}})
-        place |= {"retrainings": report.summary["finished"], "failed": len(report.summary["failures"]),
+        retrainings = report.summary["finished"]
+        before = place.get("retrainings", retrainings)
+        if before != retrainings:  # such rows cannot be compared
+            dropped = f"{len(place['methods'])} rows of {before} retrainings are measured anew on {retrainings}"
+            print(f"  {setting}, {bank}: {dropped}", flush=True)
+            place["methods"] = {}
+        place |= {"retrainings": retrainings, "failed": len(report.summary["failures"]),
                   "repeatability": report.repeatability}  # fmt: skip
         for row in report.rows:
             place["methods"][row.method] = {
@@ -430,7 +453,7 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     work.mkdir(parents=True, exist_ok=True)
     setting.keep_banks()
     for bank_name, bank in setting.banks.items():
-        if not record.has(setting.name, bank_name, "random"):
+        if not record.has(setting.name, bank_name, "random", bank.summary()["finished"]):
             budget.check()
             record.keep(setting.name, bank_name, compare(bank, {}, texts=setting.texts, bootstrap=BOOTSTRAP), {})
             record.write()
@@ -440,7 +463,13 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
         for name, job in setting.jobs(work, budget).items()
         if not all(setting.rows_of(name, bank) <= measured[bank]["methods"].keys() for bank in setting.banks)
     }
-    for _, scores, seconds in finished(jobs, setting.name, record, budget):
+    for _, results, seconds in finished(jobs, setting.name, record, budget):
+        scores = {}
+        for made, given in results.items():
+            with record.failing(setting.name, made):
+                for bank in setting.banks.values():
+                    bank.check(given)
+                scores[made] = given
         about = {
             made: {"seconds": seconds, **{key: value for key, value in given.provenance.items() if key in KEPT}}
             for made, given in scores.items()
@@ -483,21 +512,16 @@ def finished(
     jobs: Mapping[str, Callable[[], Result]], setting: str, record: Record, budget: Budget
 ) -> Iterator[tuple[str, Result, float]]:
     """Give each job's name, result and seconds; one that fails is recorded, and the others go on."""
-    failures = record.content.setdefault("failures", {}).setdefault(setting, {})
     for name, job in jobs.items():
         budget.check()
         started = time.perf_counter()
-        try:
+        done = []
+        with record.failing(setting, name):
             result = job()
-        except OutOfTimeError:
-            raise
-        except Exception as error:  # what a method cannot do is a result
-            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(f"  {name}: {failures[name]}", flush=True)
-        else:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            failures.pop(name, None)
+            done.append(result)
+        for result in done:
             yield name, result, time.perf_counter() - started
         record.write()
 
@@ -513,8 +537,7 @@ def analysed_model(
     budget.check()
     started = time.perf_counter()
     model = trained()
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), checkpoint)
+    write_whole(checkpoint, lambda temporary: torch.save(model.state_dict(), temporary))
     record.add_seconds("the model that is analysed", time.perf_counter() - started)
     return model
 
@@ -542,7 +565,7 @@ def fill(
     measure = Measure(query, loss, {}, None, batch_size)
     bank = Bank.create(directory, subsets, queries=len(query[0] if isinstance(query, tuple) else query),
                        fingerprints=fingerprints, dtype="float16")  # fmt: skip
-    todo = bank.todo(seeds)
+    todo = bank.todo(seeds, subsets=len(subsets))
     started = time.perf_counter()
     finished = 0
     try:
@@ -661,6 +684,11 @@ def measure_each(
     if arguments.figure:
         draw(measured, arguments.figure)
     return measured
+
+
+def _read_at(kappa: float) -> str:
+    """After the name of what is read there."""
+    return f", read at κ = {kappa:g}" if kappa else ""
 
 
 def _buffer_bytes(share: float = 1 / 3) -> int:

@@ -87,7 +87,7 @@ def test_odd_is_the_first_order_and_even_the_second(n_beta: float) -> None:
     truth = problem(n_beta, off_minimum=0.3 if n_beta == 0 else 0.0)
     if n_beta:
         step = 1.0 / float(np.linalg.eigvalsh(truth.precision)[-1])
-        result = run(truth, jostle.LeimkuhlerMatthews(step_size=step), draws=240, burn_in=20, thin=7)
+        result = run(truth, jostle.LeimkuhlerMatthews(step_size=step), draws=240, burn_in=20, thin=4)
         covariance = np.linalg.inv(truth.precision)
     else:
         result, covariance = run(truth, jostle.Gaussian()), np.eye(3) / LOCALIZATION

@@ -787,7 +787,7 @@ def test_gradient_similarity_of_sequences() -> None:
 
 
 def test_gradients_of_sequences_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another they take many times as long on a GPU; only the first, to compare with, is taken so."""
+    """One after another they take many times as long on a GPU; only the ends, the shortest and the longest are."""
     taken = []
     one_by_one = PerExample._one_by_one
     monkeypatch.setattr(
@@ -797,12 +797,13 @@ def test_gradients_of_sequences_are_taken_together(monkeypatch: pytest.MonkeyPat
     )
     model = tiny("llama")
     generator = np.random.default_rng(0)
-    ragged = [{"input_ids": generator.integers(1, 20, length).tolist()} for length in (5, 9, 7)]
-    jostle.attributors.gradient_similarity(model, ragged, ragged, loss=jostle.losses.next_token())
-    assert taken == [1]
+    ragged = [{"input_ids": generator.integers(1, 20, length).tolist()} for length in (5, 9, 7, 4, 6)]
+    jostle.attributors.gradient_similarity(model, ragged, ragged[:2], loss=jostle.losses.next_token())
+    assert sorted(taken) == [2, 4]
 
 
-def test_padding_that_a_model_looks_at_is_noticed() -> None:
+@pytest.mark.parametrize("lengths", [(2, 7, 4, 5), (7, 2, 4, 5), (4, 4, 2, 7), (4, 4, 4, 4)])
+def test_padding_that_a_model_looks_at_is_noticed(lengths: tuple[int, ...]) -> None:
     """Examples taken together are padded; of a model that averages over padding, that changes their gradients."""
 
     class Averaging(nn.Module):
@@ -815,17 +816,18 @@ def test_padding_that_a_model_looks_at_is_noticed() -> None:
 
     torch.manual_seed(0)
     model = Averaging()
-    samples = [(torch.randn(length, 3), torch.tensor(length % 2)) for length in (2, 7, 4, 5)]
+    samples = [(torch.randn(length, 3), torch.tensor(length % 2)) for length in lengths]
+    asked = [(torch.randn(length, 3), torch.tensor(length % 2)) for length in (3, 3, 6)]
 
     def collate(some: list[Any]) -> Any:
         rows = nn.utils.rnn.pad_sequence([row for row, _ in some], batch_first=True)
         return rows, torch.stack([label for _, label in some])
 
-    found = gradient_similarity(model, samples, samples, collate=collate).values
+    found = gradient_similarity(model, samples, asked, collate=collate).values
     parameters = [*model.parameters()]
-    losses = [nn.functional.cross_entropy(model(row[None]), label[None]) for row, label in samples]
+    losses = [nn.functional.cross_entropy(model(row[None]), label[None]) for row, label in samples + asked]
     rows = gradients_by_hand(model, losses, parameters)
-    np.testing.assert_allclose(found, -rows @ rows.T, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, -rows[: len(samples)] @ rows[len(samples) :].T, rtol=1e-4, atol=1e-6)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -887,6 +889,14 @@ def test_ekfac_of_a_language_model() -> None:
     # A sequence helps itself more than others do.
     assert found.values[:, 0].argmin() == 0
     assert found.values[:, 1].argmin() == 1
+    # Damped beyond every eigenvalue it is the dot product of gradients: of a head that is a layer of its own, too.
+    damped = ekfac(model, sequences, sequences[:2], loss=jostle.losses.next_token(), damping=1e6)
+    left_out = damped.provenance["left_out"]
+    taken = [name for name, _ in model.named_parameters() if name not in left_out]
+    (head,) = [name for name in taken if "layers" not in name]
+    assert model.get_parameter(head) is cast(Any, model).get_output_embeddings().weight
+    dots = gradient_similarity(model, sequences, sequences[:2], loss=jostle.losses.next_token(), weights=taken)
+    np.testing.assert_allclose(1e6 * damped.values, dots.values, rtol=1e-3, atol=1e-5)
 
 
 @kronfluence
@@ -985,6 +995,16 @@ def test_trak_refuses_what_it_cannot_invert_and_losses_without_a_margin() -> Non
     assert np.isfinite(trak(classifier(), examples(5, 1), examples(2, 2), dimension=16, ridge=0.1).values).all()
     with pytest.raises(jostle.InputError, match="of which TRAK knows the margin"):
         trak(classifier(), examples(5, 1), examples(2, 2), loss=jostle.losses.regression())
+    inputs, labels = examples(5, 1)
+    weights = nn.functional.one_hot(labels, 3) * 0.9 + 0.1 / 3
+    with pytest.raises(jostle.InputError, match="train: got labels that are weights of classes"):
+        trak(classifier(), (inputs, weights), examples(2, 2))
+
+
+def test_trak_of_fewer_weights_than_examples() -> None:
+    found = trak(nn.Linear(5, 3), examples(400, 1), examples(2, 2))
+    assert found.provenance["dimension"] == 8  # of 18 weights
+    assert np.isfinite(found.values).all()
 
 
 def test_bm25_against_a_loop() -> None:
@@ -1011,6 +1031,7 @@ def test_ekfac_reuses_its_factors_for_another_damping(tmp_path: Path) -> None:
     once = ekfac(model, train, query, damping=1e-2, directory=tmp_path / "a")
     other = ekfac(model, train, query, damping=10.0, directory=tmp_path / "a")
     again = ekfac(model, train, query, damping=1e-2, directory=tmp_path / "a", seed=5)
+    assert again.provenance["seed"] == 0
     np.testing.assert_array_equal(again.values, once.values)  # another seed of labels would show, were it fitted again
     # With a damping beyond every eigenvalue it is the dot product of gradients.
     dots = gradient_similarity(model, train, query).values
@@ -1042,6 +1063,33 @@ def test_ekfac_of_unusual_models(make: Any) -> None:
         1e6 * found.values, gradient_similarity(model, train, query).values, rtol=1e-3, atol=1e-5
     )
     assert found.provenance["left_out"] == []
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, one that is called for parts of examples, and one by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.parts, self.last = (nn.Linear(*size) for size in ((5, 5), (5, 5), (1, 1), (5, 3)))
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        return self.last(self.parts(hidden.view(-1, 1)).view(-1, 5))
+
+
+@kronfluence
+def test_ekfac_leaves_out_layers_that_are_not_one_for_each_example() -> None:
+    torch.manual_seed(0)
+    model, train, query = Shared(), examples(12, 1), examples(4, 2)
+    found = ekfac(model, train, query, damping=1e6)
+    last = ["last.weight", "last.bias"]
+    assert found.provenance["left_out"] == [name for name, _ in model.named_parameters() if name not in last]
+    alone = gradient_similarity(model, train, query, weights=last)
+    np.testing.assert_allclose(1e6 * found.values, alone.values, rtol=1e-3, atol=1e-5)
+    # kronfluence takes biases along, whether they move or not.
+    with pytest.raises(jostle.InputError, match="expected one that EK-FAC can factor, with its bias"):
+        ekfac(model, train, query, weights=["*.weight"])
 
 
 class Own(nn.Linear):

@@ -405,6 +405,11 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
         ),
         ("nowhere/a.safetensors", "file: got nowhere/a.safetensors, expected a folder that exists"),
         ("a.safetensors --show 2", "show: got 2, expected an index below 2"),
+        # Before the model is looked for, and long before the gradients.
+        ("a.safetensors --model nowhere --kappa -1", "kappa: got -1.0, expected 0 or a positive number"),
+        ("a.safetensors --model nowhere --kappa nan", "kappa: got nan, expected 0 or a positive number"),
+        ("a.safetensors --model nowhere --total-rate -1", "total_rate: got -1.0, expected a positive number"),
+        ("a.safetensors --model nowhere --total-rate inf", "total_rate: got training to the end without weight decay"),
         (
             "a.safetensors --metric adam --total-rate 1",
             "batch_size: got --total-rate without it, expected the examples",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,7 +160,19 @@ def test_the_size_of_subsets_is_a_control_where_sizes_differ(tmp_path: Path) -> 
             assert abs(found.value) < 3 * found.standard_error
 
 
-@pytest.mark.parametrize(("shared", "lowest", "highest"), [(1.0, 0.7, 1.4), (0.0, 0.9, 1.9)])
+def test_seeds_count_once_in_an_error(tmp_path: Path) -> None:
+    """A subset that is drawn brings the noise of its seeds: the error is that of a bank of their means."""
+    bank, truth, _ = planted(tmp_path / "bank", noise=6.0, seeds=3, subsets=40)
+    means = Bank.create(tmp_path / "means", bank.subsets, queries=QUERIES, fingerprints={})
+    for subset, losses in enumerate(bank.values().astype(np.float64).mean(1)):
+        means.store(subset, 0, {"loss": losses})
+    for per in ("query", "subset"):
+        several, one = (lds(each, truth, per=per, bootstrap=50) for each in (bank, means))
+        np.testing.assert_allclose(several.replicates, one.replicates, atol=1e-3)
+        assert several.standard_error == pytest.approx(one.standard_error, rel=0.02)
+
+
+@pytest.mark.parametrize(("shared", "lowest", "highest"), [(1.0, 0.9, 1.25), (0.0, 0.9, 1.15)])
 def test_the_standard_error_is_that_of_repeated_experiments(
     tmp_path: Path, shared: float, lowest: float, highest: float
 ) -> None:
@@ -291,6 +305,8 @@ def sometimes_fails(indices: np.ndarray, seed: int) -> Any:
         return nn.Linear(2, 4)
     if 4 in indices and 5 in indices:
         return None
+    if 6 in indices and 7 in indices:
+        raise SystemExit("no GPU")
     return fit(indices, seed)
 
 
@@ -347,11 +363,13 @@ def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
             assert reasons[subset] == "a model of another shape: weight is [4, 2], expected [3, 2]"
         elif has[4] and has[5]:
             assert reasons[subset] == "train returned a NoneType, not a torch.nn.Module"
+        elif has[6] and has[7]:
+            assert reasons[subset] == "SystemExit: no GPU"
         else:
             assert subset not in reasons
     assert len(reasons) + bank.summary()["finished"] == 30
     assert {reason.split(":")[0] for reason in reasons.values()} == {
-        "RuntimeError", "a model of another shape", "train returned a NoneType, not a torch.nn.Module",
+        "RuntimeError", "a model of another shape", "train returned a NoneType, not a torch.nn.Module", "SystemExit",
     }  # fmt: skip
     assert f"{len(reasons)} failed" in bank.summary()["text"]
     assert bank.todo(1) == []
@@ -442,6 +460,100 @@ def test_a_bank_without_a_result_says_why(tmp_path: Path) -> None:
     assert bank.failures[0]["reason"] == "losses of shape (4,) for 3 queries"
 
 
+def test_an_observable_of_another_shape_is_a_failure(tmp_path: Path) -> None:
+    scores = np.random.default_rng(0).normal(size=(50, 4))
+    subsets = removals({"mine": scores}, queries=[0, 3], counts=[5], random=1)
+
+    def filled(name: str, *sizes: int | None) -> Bank:
+        bank = Bank.create(tmp_path / name, subsets, queries=4, fingerprints={})
+        for row, size in enumerate(sizes):
+            bank.store(row, 0, {"loss": np.full(4, row)} | ({} if size is None else {"margin": np.ones(size)}))
+        return bank
+
+    bank = filled("bank", 4, 4, 3, None)
+    begins = "other observables: "
+    assert [one["reason"] for one in bank.failures] == [
+        f"{begins}margin is [3], expected [4]", f"{begins}it has no margin, expected one of shape [4]",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(bank.values("margin")[:2, 0], np.ones((2, 4)))
+    # The one that was first in time decides for whoever opens the bank, and the others go on.
+    assert not Bank(tmp_path / "bank").store(2, 0, {"loss": np.zeros(4), "margin": np.ones(5)})
+    assert all(Bank(tmp_path / "bank").store(row, 0, {"loss": np.ones(4), "margin": np.ones(4)}) for row in (2, 3))
+    assert removal(bank).brittle == {"random": [0.0], "mine": [0.0]}
+    with pytest.raises(jostle.InputError, match=r"margins of shape \(3,\), expected one for each of 4 queries"):
+        removal(filled("short", 3, 3, 3, 3))
+    # A bank of before shapes were kept: those that are there count.
+    old = filled("old", 4)
+    (tmp_path / "old" / "bank.json").write_text(json.dumps({**old.about, "observables": None}))
+    assert not Bank(tmp_path / "old").store(1, 0, {"loss": np.zeros(4), "margin": np.ones(3)})
+
+
+def test_other_observables_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 2), out=tmp_path, observables={"margin": margin})
+    with pytest.raises(jostle.InputError, match="got none, expected those of the bank: margin; choose another"):
+        retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 3), out=tmp_path)
+    assert not Bank(tmp_path).failures
+
+
+def test_a_bank_that_is_open_twice_has_one_of_everything(tmp_path: Path) -> None:
+    """One process decides on shapes while another has added subsets, and both before they see the other's."""
+    scores = np.random.default_rng(0).normal(size=(20, 3))
+
+    def opened(*counts: int) -> Bank:
+        subsets = removals({"mine": scores}, queries=[0], counts=counts, random=1)
+        return Bank.create(tmp_path / "bank", subsets, queries=3, fingerprints={})
+
+    few, more = opened(2), opened(2, 4)
+    assert few.require_shapes({"weight": [3]}) is None
+    assert more.require_shapes({"weight": [4]}) == "a model of another shape: weight is [4], expected [3]"
+    again = Bank(tmp_path / "bank")
+    assert (len(again), len(again.subsets.labels), again.about["shapes"]) == (5, 5, {"weight": [3]})
+    assert len(opened(2)) == 5
+    assert few.store(0, 0, {"loss": np.zeros(3), "margin": np.zeros(3)})
+    assert not more.store(1, 0, {"loss": np.zeros(3)})
+
+
+def test_processes_that_decide_at_once_agree(tmp_path: Path) -> None:
+    """Of 16 threads with handles of their own, each with another shape, one is right."""
+    Bank.create(tmp_path, random_subsets(20, 3), queries=1, fingerprints={})
+    banks = [Bank(tmp_path) for _ in range(16)]
+    together = threading.Barrier(16)
+
+    def decide(place: int) -> str | None:
+        together.wait()
+        return banks[place].require_shapes({"weight": [place]})
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        said = [*pool.map(decide, range(16))]
+    right = said.index(None)
+    assert said.count(None) == 1
+    assert {f"expected [{right}]" in str(one) for one in said if one} == {True}
+    assert Bank(tmp_path).about["shapes"] == {"weight": [right]}
+
+
+def test_numbers_of_numpy_and_a_beginning_that_was_interrupted(tmp_path: Path) -> None:
+    scores = np.random.default_rng(0).normal(size=(20, 3))
+    counts: Any = np.array([1, 5])
+    subsets = removals({"mine": scores}, queries=[0, 1], counts=counts)
+    assert Bank.create(tmp_path / "bank", subsets, queries=3, fingerprints={}).subsets.labels[-1]["k"] == 5
+    for name in ("retrainings", "failures"):
+        (tmp_path / "begun" / name).mkdir(parents=True)
+    (tmp_path / "begun" / "subsets.npy").write_bytes(b"")
+    (tmp_path / "begun" / ".7-bank.json").write_text("{")
+    assert len(Bank.create(tmp_path / "begun", subsets, queries=3, fingerprints={})) == len(subsets)
+    unwritable: Any = {"train": np.float32(1)}
+    with pytest.raises(TypeError):
+        Bank.create(tmp_path / "new", subsets, queries=3, fingerprints=unwritable)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    with pytest.raises(jostle.InputError, match="which holds something else"):
+        Bank.create(tmp_path / "other", subsets, queries=3, fingerprints={})
+    for values, words in ((np.zeros((20, 3)), "the same score for every"), (np.full((20, 3), np.nan), "not finite")):
+        with pytest.raises(jostle.InputError, match=words):
+            removals({"mine": values}, queries=[0], counts=[3])
+
+
 def test_other_data_and_other_subsets_are_refused(tmp_path: Path) -> None:
     bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 4), out=tmp_path / "bank")
     model = fit(np.arange(40), 0)
@@ -508,6 +620,27 @@ def test_what_is_no_bank_and_no_scores_is_refused(tmp_path: Path) -> None:
         assert words in str(raised.value)
 
 
+def test_what_looks_like_a_mistake_is_said(tmp_path: Path) -> None:
+    """Seeds or indices that a training does not use, and queries of which a method says nothing."""
+    bank, planted_scores, _ = planted(tmp_path / "a", noise=0.1, seeds=2, subsets=10)
+    assert not compare(bank, {"mine": planted_scores}).remarks
+    values = planted_scores.values.copy()
+    values[:, :3] = 1.0
+    same, _, difficulty = planted(tmp_path / "b", seeds=2, subsets=10)
+    found = compare(same, {"mine": values})
+    assert found.remarks == [
+        "all seeds of a subset have the same losses: does the training use its seed?",
+        f"mine: 3 of {QUERIES} queries have one score for every training example, and count as an LDS of 0",
+    ]
+    assert str(found).endswith("LDS of 0")
+    blind = Bank.create(tmp_path / "c", random_subsets(TRAIN, 5), queries=QUERIES, fingerprints={})
+    for subset, seed in blind.todo(2):
+        blind.store(subset, seed, {"loss": difficulty + seed})
+    assert compare(blind, {"mine": planted_scores}).remarks == [
+        "the losses are the same whatever the subset is: does the training use its indices?"
+    ]
+
+
 def test_reports_are_printed_as_tables(tmp_path: Path) -> None:
     bank, truth, _ = planted(tmp_path / "bank", noise=3.0, seeds=2, subsets=20)
     wrong = np.arange(TRAIN) % 6 == 0
@@ -518,7 +651,7 @@ def test_reports_are_printed_as_tables(tmp_path: Path) -> None:
     )
     assert len(repr(detection)) < 200
     report = compare(bank, {"planted by hand": truth}, mislabels={"planted by hand": detection}, bootstrap=20)
-    about, repeated, _, heading, *lines, _, last = str(report).splitlines()
+    about, repeated, _, heading, *lines, _, last, _ = str(report).splitlines()
     assert about == "40 retrainings of 20 of 20 subsets, up to 2 seeds each"
     assert repeated == f"repeatability of their losses: {report.repeatability:.2f}"
     assert heading.split("  ")[0] == "method"
@@ -535,6 +668,13 @@ def test_reports_are_printed_as_tables(tmp_path: Path) -> None:
         alone.store(subset, 0, {"loss": -truth.values[subset]})
     printed = str(compare(alone, {"mine": truth}, controls=False, bootstrap=20)).splitlines()
     assert printed[2:4] == ["method  leave-one-out", "mine    1.000 ± 0.000"]
+
+
+def test_texts_without_a_common_word_have_no_bm25(tmp_path: Path) -> None:
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, subsets=20)
+    for words, last in (([1, 2], "subset size"), ([3, 7], "BM25")):
+        texts = [[1, 2] if index % 2 else words for index in range(TRAIN)], [[7, 8]] * QUERIES
+        assert compare(bank, {"mine": truth}, texts=texts, bootstrap=5).rows[-1].method == last
 
 
 def test_leave_one_out_against_exact_influence(tmp_path: Path) -> None:
@@ -626,13 +766,13 @@ def test_blind_removals_turn_answers_each_by_itself(tmp_path: Path) -> None:
     _, printed = str(found).split("\n\n")
     assert [line.split() for line in printed.splitlines()] == [
         ["turned", "wrong,", "of", "1", "right", "2", "or", "fewer", "4", "or", "fewer"],
-        ["random", "(control)", "33%", "67%"],
+        ["random", "(control)", "33%", "100%"],
         ["mine", "0%", "100%"],
     ]
     assert str(compare(bank, {})).splitlines()[2].split() == [
         "rise", "in", "the", "query's", "loss", "2", "removed", "4", "removed",
     ]  # fmt: skip
-    assert found.brittle == {"random": [pytest.approx(1 / 3), pytest.approx(2 / 3)], "mine": [0.0, 1.0]}
+    assert found.brittle == {"random": [pytest.approx(1 / 3), 1.0], "mine": [0.0, 1.0]}
     assert found.fewest == {"random": {0: 4, 1: None}, "mine": {0: 4, 1: None}}  # query 1 was never right
     with pytest.raises(jostle.InputError, match="use removal"):
         lds(bank, scores["mine"])
@@ -643,6 +783,107 @@ def test_blind_removals_turn_answers_each_by_itself(tmp_path: Path) -> None:
         removals(scores, queries=[2], counts=[2])
     with pytest.raises(jostle.InputError, match="that is a control's"):
         removals({"random": scores["mine"]}, queries=[0], counts=[2])
+
+
+def test_a_removal_that_failed_says_nothing_of_brittleness(tmp_path: Path) -> None:
+    """Of four queries one has turned wrong and one has not; of two nothing is known, at first or at all."""
+    scores = np.random.default_rng(0).normal(size=(30, 4))
+    subsets = removals({"mine": scores, "yours": -scores}, queries=range(4), counts=[5, 10], random=2)
+    bank = Bank.create(tmp_path / "bank", subsets, queries=4, fingerprints={})
+    for row, label in enumerate(subsets.labels):
+        method, query, k = label["method"], label.get("query", 0), label["k"]
+        if (method, query) == ("mine", 3) or (method, query, k) == ("mine", 2, 5) or (method, k) == ("yours", 10):
+            bank.fail(row, 0, "out of memory")
+        else:
+            wrong = method == "mine" and query in (0, 2)
+            bank.store(row, 0, {"loss": np.full(4, float(k)), "margin": np.full(4, -1.0 if wrong else 1.0)})
+    with pytest.raises(jostle.InputError, match="no finished removal of 10 by yours"):
+        removal(bank)
+    row = next(row for row, label in enumerate(subsets.labels) if (label["method"], label["k"]) == ("yours", 10))
+    bank.store(row, 0, {"loss": np.full(4, 10.0), "margin": np.array([-1.0, 1.0, 1.0, 1.0])})
+    for failed in range(row):
+        if subsets.labels[failed]["method"] == "yours" and subsets.labels[failed]["query"] == 0:
+            bank._path("retrainings", failed, 0).unlink()
+    found = removal(bank)
+    assert found.brittle is not None
+    assert found.fewest is not None
+    assert found.brittle["mine"] == [0.5, pytest.approx(2 / 3)]
+    assert found.brittle["yours"] == [0.0, 1.0]
+    assert found.fewest["mine"] == {0: 5, 1: None, 2: 10, 3: None}
+    # A query that was wrong at first is none that could turn: without another nothing is known.
+    alone = Bank.create(tmp_path / "wrong", subsets, queries=4, fingerprints={})
+    for row in range(len(subsets)):
+        alone.store(row, 0, {"loss": np.full(4, float(row)), "margin": np.full(4, -1.0)})
+    report = compare(alone, {})
+    assert report.removed is not None
+    assert report.removed.right == 0
+    assert report.removed.brittle is not None
+    assert all(np.isnan(share) for shares in report.removed.brittle.values() for share in shares)
+    assert str(report).split("turned wrong, of 0 right")[1].count("?") == 6
+    assert "NaN" not in json.dumps(report.to_dict())
+
+
+def planted_removal(
+    directory: Path, seed: int, *, seeds: int, queries: int = 20, repeats: int = 5, fails: tuple[int, ...] = ()
+) -> Bank:
+    """A bank in which blind removals do nothing and others raise the loss by 0.3; retraining is good or bad for all."""
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(size=(50, queries))
+    subsets = removals({"mine": scores}, queries=range(queries), counts=[5], random=repeats, seed=seed)
+    bank = Bank.create(directory, subsets, queries=queries, fingerprints={})
+    gain = 0.3 + 0.1 * generator.normal(size=queries)
+    for (row, label), index in itertools.product(enumerate(subsets.labels), range(seeds)):
+        losses = 2 + 0.1 * generator.normal() + 0.05 * generator.normal(size=queries)
+        if label["method"] == "mine":
+            losses[label["query"]] += gain[label["query"]]
+        if row not in fails:
+            bank.store(row, index, {"loss": losses})
+    return bank
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_errors_of_removals_are_those_of_repeated_experiments(tmp_path: Path, seeds: int) -> None:
+    """Every rise is above one training on all examples, whose luck all share; it falls out of a difference."""
+    found: dict[str, list[metrics.Measured]] = {"random": [], "mine": [], "difference": []}
+    for repeat in range(60):
+        rise = removal(planted_removal(tmp_path / str(repeat), repeat, seeds=seeds), bootstrap=100).rise
+        found["mine"] += rise["mine"]
+        found["random"] += rise["random"]
+        found["difference"].append(rise["mine"][0] - rise["random"][0])
+    for name, truth in (("random", 0.0), ("mine", 0.3), ("difference", 0.3)):
+        spread = np.std([one.value for one in found[name]], ddof=1)
+        guessed = np.mean([one.standard_error for one in found[name]])
+        assert 0.8 < guessed / spread < 1.3
+        assert np.mean([one.interval[0] < truth < one.interval[1] for one in found[name]]) > 0.85
+        assert np.mean([one.value for one in found[name]]) == pytest.approx(truth, abs=0.05)
+    apart, below = (np.mean([one.standard_error for one in found[name]]) for name in ("difference", "mine"))
+    assert apart < 0.8 * below
+    assert found["mine"][0].each.shape == (20,)
+    with pytest.raises(jostle.InputError, match="what was not resampled alike"):
+        _ = found["mine"][0] - found["mine"][1]
+
+
+def test_errors_of_removals_that_cannot_be_known(tmp_path: Path) -> None:
+    """One query and one seed; one blind removal; one query that finished. With seeds, one query has an error."""
+
+    def errors(bank: Bank) -> list[float]:
+        rise = removal(bank).rise
+        return [rise[name][0].standard_error for name in ("random", "mine")]
+
+    single = planted_removal(tmp_path / "single", 0, seeds=1, queries=1)
+    assert np.isnan(errors(single)).all()
+    assert str(removal(single).rise["mine"][0]).endswith(" ± ?")
+    assert compare(single, {}).to_dict()["removal"]["rise"]["mine"][0]["interval"] is None
+    blind, mine = errors(planted_removal(tmp_path / "seeds", 0, seeds=40, queries=1))
+    # Two means of 40 seeds with 0.1 and 0.05 each; blind ones are 5 of those, and one.
+    assert mine == pytest.approx(np.sqrt(2 * 0.0125 / 40), rel=0.25)
+    assert 0.01 < blind < 0.03
+    blind, mine = errors(planted_removal(tmp_path / "one", 0, seeds=2, repeats=1))
+    assert np.isnan(blind)
+    assert 0.04 < mine < 0.15
+    blind, mine = errors(planted_removal(tmp_path / "finished", 0, seeds=1, fails=(*range(7, 26),)))
+    assert np.isnan(mine)
+    assert 0.04 < blind < 0.2
 
 
 def test_mislabel_detection() -> None:
@@ -660,6 +901,12 @@ def test_mislabel_detection() -> None:
     assert 0.02 < found.auroc.standard_error < 0.08
     blind = mislabel_detection(generator.normal(size=200), wrong).auroc
     assert abs(blind.value - 0.5) < 3 * blind.standard_error
+    # One is inspected first and 99 tie, the 10 wrong ones among them: 9 more find 9/99 of those, in whatever order.
+    tied, last = np.zeros(100), np.arange(100) >= 90
+    tied[0] = -1
+    for order in (slice(None), slice(None, None, -1)):
+        found = mislabel_detection(tied[order], last[order])
+        assert [found.found_at(share) for share in (0, 0.01, 0.1, 1)] == pytest.approx([0, 0, 9 / 99, 1])
     with pytest.raises(jostle.InputError, match="some, and not all"):
         mislabel_detection(scores, np.zeros(200, bool))
     with pytest.raises(jostle.InputError, match="other numbers than 0 and 1"):
@@ -725,7 +972,38 @@ if __name__ == "__main__":
     assert json.loads((tmp_path / "dask" / "bank.json").read_text())["shapes"] == {"weight": [3, 2], "bias": [3]}
 
 
+def test_a_process_that_dies_is_a_failure_and_the_others_go_on(tmp_path: Path) -> None:
+    """With as many processes as joblib's configuration says; in a process of its own, as for Dask."""
+    (tmp_path / "task.py").write_text(TASK)
+    script = f"""
+import os, sys, warnings
+from pathlib import Path
+sys.path[:0] = {[str(tmp_path), *sys.path]!r}
+
+if __name__ == "__main__":
+    import joblib
+    from task import QUERY_SET, TRAIN_SET, dies
+    from jostle.evaluate import random_subsets, retrain
+    warnings.simplefilter("ignore")
+    with joblib.parallel_config(backend="loky", n_jobs=2):
+        retrain(dies, TRAIN_SET, QUERY_SET, subsets=random_subsets(20, 3), out={str(tmp_path / "bank")!r})
+    print(os.getpid())
+"""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PIDS": str(tmp_path)}
+    result = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    bank = Bank(tmp_path / "bank")
+    assert [(failure["subset"], failure["reason"][:16]) for failure in bank.failures] == [(0, "its process died")]
+    assert bank.summary()["finished"] == 2
+    processes = {path.suffix[1:] for path in tmp_path.glob("pid.*")}
+    assert len(processes) > 1
+    assert result.stdout.strip() not in processes
+
+
 TASK = """
+import os
 import torch
 
 generator = torch.Generator().manual_seed(0)
@@ -742,6 +1020,13 @@ def fit(indices, seed):
         torch.nn.functional.cross_entropy(model(TRAIN_SET[0][indices]), TRAIN_SET[1][indices]).backward()
         optimizer.step()
     return model
+
+
+def dies(indices, seed):
+    open(f"{os.environ['PIDS']}/pid.{os.getpid()}", "w").close()
+    if indices[0] == 2:  # of three subsets the first
+        os._exit(137)  # as what the kernel ends for its memory
+    return fit(indices, seed)
 """
 
 
@@ -803,7 +1088,7 @@ def test_the_command_on_removals(place: Path) -> None:
     assert result.exit_code == 0, result.stderr
     found = removal(Bank(place / "removed"))
     assert f"{found.rise['exact'][1].value:.3f} ± " in result.stdout
-    assert "right answers turned wrong" in result.stdout
+    assert f"turned wrong, of {found.right} right" in result.stdout
     assert (place / "removal.png").stat().st_size > 5000
     refused = jostle_command("evaluate", place / "removed", place / "run")
     assert refused.exit_code == 2
@@ -815,7 +1100,8 @@ def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path:
     np.save(tmp_path / "flat.npy", np.ones(40))
     for name in ("broken.npy", "broken.safetensors"):
         (tmp_path / name).write_text("no numbers")
-    exact = place / "exact.safetensors"
+    exact, flags = place / "exact.safetensors", tmp_path / "flags.npy"
+    np.save(flags, np.arange(7) < 2)
     for arguments, words in (
         ([place / "run"], "no readable bank.json"),
         ([place / "bank", tmp_path / "nothing.csv"], "expected the directory of a run, or a file of scores"),
@@ -826,6 +1112,9 @@ def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path:
         ([place / "bank", exact, exact], "two methods called 'exact'"),
         ([place / "bank", f"random={exact}"], "a method called 'random'"),
         ([place / "bank", "--figure", "a.txt"], "a name ending in .png, .svg, .pdf"),
+        ([place / "bank", exact, "--kappa", "10"], "kappa: got files of scores to apply it to, expected a run"),
+        ([place / "bank", exact, "--mislabelled", flags], "mislabelled: got files of scores to apply it to"),
+        ([place / "bank", place / "run", "--mislabelled", flags], "got shape (7,), expected shape (40,)"),
     ):
         result = jostle_command("evaluate", *arguments)
         assert result.exit_code == 2

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 import jostle
 
-BIF = {"small": {"n_beta": 10.0, "localization": 1e4, "step_size": 1e-5, "chains": 1, "draws": 4, "batch_size": 4}}
+SMALL = {"n_beta": 10.0, "localization": 1e4, "step_size": 1e-5, "chains": 1, "draws": 4, "batch_size": 4}
+STILL = {"n_beta": 0.0, "sampler": "gaussian", "localization": 1e36, "chains": 1, "draws": 4, "batch_size": 4}
+"""Draws too near w* for any loss to change: the self-influence of every example is 0."""
+BIF = {"still": STILL, "small": SMALL}
 
 
 class Small(nn.Module):
@@ -66,7 +69,9 @@ def test_the_experiment_finds_what_a_loop_finds_and_goes_on(tmp_path: Path, monk
     record = call(10)
     found = record["measured"]["aggre, seed 0"]
     assert record["status"] == "complete"
-    assert record["failures"] == {"aggre, seed 0": {}}
+    failures = record["failures"]["aggre, seed 0"]
+    assert list(failures) == ["BIF still", "BIF still, relative to the loss"]
+    assert all("the same value for every example" in reason for reason in failures.values())
     assert list(found) == ["loss", "margin", "random", "GradSim", "BIF small", "BIF small, relative to the loss"]
     # 8 of the 40 are to warm up on; the others in the order of the seed, by hand.
     places = np.random.default_rng(0).permutation(40)[8:]
@@ -87,5 +92,6 @@ def test_the_experiment_finds_what_a_loop_finds_and_goes_on(tmp_path: Path, monk
     assert found["BIF small"]["auroc"] == pytest.approx(auroc(traces[0].var(0), wrong))
     assert record["models"]["aggre, seed 0"]["wrong_labels"] == wrong.sum()
     assert (tmp_path / "record.png").stat().st_size > 10_000
+    (tmp_path / "bif.json").write_text(json.dumps({"small": SMALL}))  # what failed would be tried again
     again = call(-1)  # there is nothing left to do
     assert (again["status"], again["measured"]) == ("complete", record["measured"])

@@ -20,6 +20,7 @@ from jostle.chains.recording import TraceRecorder
 from jostle.runs import layout
 from jostle.runs.integrity import examine
 from jostle.traces.store import Traces
+from networks import network
 from test_commands import SMALL, jostle_command, place, sources  # noqa: F401
 from test_survival import TASK, X, Y, flip, losses, observed, sample
 
@@ -394,7 +395,7 @@ def test_a_task_and_kept_weights(tmp_path: Path, says: Says) -> None:
 
 
 def ask(out: Path, *, queries: int, **settings: Any) -> str:
-    model, train, query = test_ranks.network()
+    model, train, query = network()
     asked = tuple(part[:queries] for part in query)
     run = jostle.attribute(
         model, train, asked, loss=jostle.losses.regression(), out=out, progress=False, chains=3, draws=6, thin=2,

@@ -28,6 +28,7 @@ from jostle.errors import JostleError
 from jostle.ranks import join
 from jostle.runs.integrity import examine
 from jostle.runs.layout import writing
+from networks import network
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # What ranks would otherwise import one by one, those of test_sharding.py among them.
@@ -37,16 +38,6 @@ PROCESSES.set_forkserver_preload([
 ])  # fmt: skip
 
 SETTINGS: dict[str, Any] = {"chains": 5, "draws": 12, "burn_in": 3, "thin": 2, "batch_size": 8}
-
-
-def network() -> tuple[torch.nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(0)
-    x, weights, noise = (torch.randn(*shape, generator=random) for shape in ((50, 4), (4, 1), (50, 1)))
-    y = x @ weights + 0.3 * noise
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    for parameter in model.parameters():
-        parameter.data = 0.5 * torch.randn(parameter.shape, generator=random)
-    return model, (x[:40], y[:40]), (x[40:], y[40:])
 
 
 def sample(out: Path, **changes: Any) -> jostle.Run:
@@ -272,10 +263,10 @@ def test_a_model_that_mixes_the_ranks_gradients_is_refused(wrapped: Any, got: st
 
 
 TASK = """
-import jostle, test_ranks, time
+import jostle, networks, time
 
 def build():
-    model, train, query = test_ranks.network()
+    model, train, query = networks.network()
     def first(model):
         time.sleep(0.03)
         return next(model.parameters()).reshape(-1)[:2]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,23 @@ from experiments import (
     holding,
     kept,
     language_retraining,
+    mislabels,
     reading,
     samplers,
     steadied,
 )
-from experiments.figures import draw
-from experiments.retraining import FIRST_ORDER_AT, Budget, OutOfTimeError, Record, Setting, fill, judged_by, run
+from experiments.figures import BEST, REFERENCE, _difference, _over_seeds, draw, row_of, shown_methods
+from experiments.retraining import (
+    FIRST_ORDER_AT,
+    Budget,
+    OutOfTimeError,
+    Record,
+    Setting,
+    analysed_model,
+    fill,
+    judged_by,
+    run,
+)
 from torch import nn
 
 import jostle
@@ -47,11 +61,11 @@ def setting(bank: Bank, draws: int) -> Setting:
     )  # fmt: skip
 
 
-def filled(path: Path, record: Record, budget: Budget) -> Bank:
+def filled(path: Path, record: Record, budget: Budget, subsets: int = 20, seeds: int = 1) -> Bank:
     fingerprints = {"train": Data(TRAIN_SET, "train").fingerprint(), "query": Data(QUERY_SET, "query").fingerprint()}
     return fill(
-        path / "bank", random_subsets(40, 20), fit, QUERY_SET, jostle.losses.classification(), fingerprints,
-        seeds=1, budget=budget, record=record, batch_size=12, key="0.5",
+        path / "bank", random_subsets(40, subsets), fit, QUERY_SET, jostle.losses.classification(), fingerprints,
+        seeds=seeds, budget=budget, record=record, batch_size=12, key="0.5",
     )  # fmt: skip
 
 
@@ -150,6 +164,172 @@ def test_some_jobs_are_chosen_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "record.json").read_bytes() == before
     with pytest.raises(SystemExit, match="no job 'TRACK'; there are: GradSim; gradient cosine; TRAK; BIF small"):
         run(replace(some, only=("TRACK",)), tmp_path / "work", record, Budget(10))
+
+
+def test_a_bank_that_grew_is_measured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10), subsets=10)
+    one = replace(setting(bank, 10), methods=("gradients",), only=("GradSim",))
+    run(one, tmp_path / "work", record, Budget(10))
+    bank = filled(tmp_path, record, Budget(10), subsets=30)
+    both = replace(one, banks={"0.5": bank}, only=("gradient cosine", "GradSim"))
+    run(both, tmp_path / "work", record, Budget(10))
+    assert "all, 0.5: 4 rows of 10 retrainings are measured anew on 30" in capsys.readouterr().out
+    found = record.content["measured"]["all"]["0.5"]
+    rows = [found["methods"][name] for name in ("gradient cosine", "GradSim")]
+    scores = [gradient_similarity(one.model, TRAIN_SET, QUERY_SET, cosine=cosine) for cosine in (True, False)]
+    truth = [lds(bank, given, bootstrap=100) for given in scores]
+    assert found["retrainings"] == 30
+    assert [row["per_query"] for row in rows] == pytest.approx([measured.value for measured in truth])
+    apart = truth[0] - truth[1]
+    expected = (apart.value, apart.standard_error)
+    assert _difference(*([row] for row in rows)) == pytest.approx(expected, rel=0.01)
+    before = (tmp_path / "record.json").read_bytes()
+    run(both, tmp_path / "elsewhere", record, Budget(-1))  # nothing is left to do
+    assert (tmp_path / "record.json").read_bytes() == before
+    # Fewer subsets than there are: those alone are trained again.
+    bank = filled(tmp_path, record, Budget(10), subsets=5, seeds=2)
+    assert np.isfinite(bank.values()[:, :, 0]).sum(0).tolist() == [30, 5]
+
+
+def test_scores_that_cannot_be_measured_stop_no_others(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    values = np.random.default_rng(0).normal(size=(40, 12))
+    given = {"good": values, "diverged": np.where(values > 2, np.nan, values), "constant": 0 * values}
+    made = {name: jostle.Scores(values=one, method=name) for name, one in given.items()}
+    one = replace(setting(bank, 10), methods=("gradients",), extra={"three": lambda: made})
+    run(one, tmp_path / "work", record, Budget(10))
+    kept = json.loads((tmp_path / "record.json").read_text())
+    assert list(kept["measured"]["all"]["0.5"]["methods"])[3:] == ["good", "GradSim", "gradient cosine"]
+    failures = kept["failures"]["all"]
+    assert list(failures) == ["diverged", "constant"]
+    assert "not finite" in failures["diverged"]
+    assert "same score for every" in failures["constant"]
+    # Mended, it is a failure no longer.
+    made["diverged"] = made["constant"] = made["good"]
+    run(one, tmp_path / "work", record, Budget(10))
+    assert record.content["failures"] == {"all": {}}
+
+
+def test_a_run_is_read_at_what_was_not_asked_for_before(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.json", {})
+    bank = filled(tmp_path, record, Budget(10))
+    once = replace(setting(bank, 50), methods=("bif",))
+    run(once, tmp_path / "work", record, Budget(10))
+    run(replace(once, read_at=(0.0, 10.0, 30.0)), tmp_path / "work", record, Budget(10))
+    methods = record.content["measured"]["all"]["0.5"]["methods"]
+    opened = jostle.load(tmp_path / "work" / "all" / "runs" / "small")
+    for kind in ("covariance", "correlation"):
+        expected = lds(bank, opened.influence(normalize=kind == "correlation", kappa=30.0)).value
+        assert methods[f"BIF small, {kind}, read at κ = 30"]["per_query"] == pytest.approx(expected)
+    run(replace(once, read_at=(30.0,)), tmp_path / "elsewhere", record, Budget(-1))  # nothing is left to do
+
+
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_and_models_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    record, checkpoint = Record(tmp_path / "record.json", {"what": "a test"}), tmp_path / "work" / "model.pt"
+    record.write()
+    before = record.path.read_bytes()
+    record.content["more"] = [0] * 10_000
+
+    def analysed() -> nn.Module:
+        return analysed_model(checkpoint, nets.pop, nets.pop, record, Budget(10))
+
+    nets = [nn.Linear(100, 100) for _ in range(3)]
+    with small_files(2_000):
+        with pytest.raises(OSError, match="too large"):
+            record.write()
+        with pytest.raises((OSError, RuntimeError)):
+            analysed()
+    assert record.path.read_bytes() == before
+    trained = analysed()
+    assert torch.equal(weights_of(analysed()), weights_of(trained))  # which is read now
+
+
+def synthetic(per_query: float, **more: Any) -> dict[str, Any]:
+    return {"control": False, "per_query": per_query, "per_query_error": 0.02, "per_subset": 2 * per_query,
+            "per_subset_error": 0.04, "seconds": 1.0, **more}  # fmt: skip
+
+
+def test_lines_over_banks_and_seeds(tmp_path: Path) -> None:
+    def bank(name: str, level: float, *left_out: str) -> dict[str, Any]:
+        found = {
+            "random": 0.0, "GradSim": level, "TRAK": level + 0.01, "TRAK, 2 checkpoints": level + 0.02,
+            REFERENCE: level + 0.1, "EK-FAC, damping 1e-05": 0.3, "EK-FAC, damping 0.1": 0.5 - level,
+            "BIF no gradient, covariance": 0.1, "BIF no gradient, correlation": level + 0.2,
+            "BIF no gradient, correlation, read at κ = 10": 0.1, "BIF no gradient, correlation, read at κ = 30": 0.1,
+            "BIF no gradient, seed 1, correlation": 0.1, "BIF sweep, correlation": 0.1,
+            f"first order, correlation, read at κ = that of training {name}": level + 0.3,
+        }  # fmt: skip
+        rows = {name: synthetic(value, control=name == "random") for name, value in found.items()}
+        return {"methods": {name: row for name, row in rows.items() if name not in left_out}}
+
+    # The second seed lacks one of the two of TRAK, and the only one of GradSim.
+    measured = {
+        "seed 0": {name: bank(name, level) for name, level in (("0.1", 0.1), ("0.5", 0.3))},
+        "seed 1": {name: bank(name, level, "TRAK", "GradSim") for name, level in (("0.1", 0.14), ("0.5", 0.36))},
+    }
+    settings = list(measured.values())
+    told = "first order, κ of the training"
+    assert shown_methods(settings) == [
+        "random", "GradSim", "TRAK, 2 checkpoints", REFERENCE, "BIF no gradient, correlation",
+        "BIF no gradient, correlation, read at κ = 10", told, BEST,
+    ]  # fmt: skip
+    assert "TRAK" in shown_methods(settings[:1])
+
+    def rows(name: str, bank: str) -> list[Any]:
+        return [row_of(name, bank, setting[bank]["methods"]) for setting in settings]
+
+    # Of two seeds, the error of the mean is half of what they differ by.
+    assert _over_seeds(rows(REFERENCE, "0.5"), "per_query") == pytest.approx((0.43, 0.03))
+    assert _over_seeds(rows(told, "0.1"), "per_subset") == pytest.approx((0.84, 0.04))
+    assert _over_seeds(rows(BEST, "0.1"), "per_query") == pytest.approx((0.38, 0.02))  # 0.4 and 0.36, at 0.1
+    assert _over_seeds(rows(BEST, "0.5"), "per_query") == pytest.approx((0.43, 0.03))  # as it ships
+    assert _over_seeds(rows("GradSim", "0.5"), "per_query") == (0.3, 0.02)
+    assert _over_seeds(rows("none", "0.5"), "per_query") is None
+    # Seeds are paired: what all methods find easier on one of them is no error of a difference.
+    assert _difference(rows(told, "0.1"), rows(REFERENCE, "0.1")) == pytest.approx((0.2, 0.0))
+    assert _difference(rows(BEST, "0.1"), rows(REFERENCE, "0.1")) == pytest.approx((0.16, 0.04))
+    assert _difference(rows("none", "0.1"), rows(REFERENCE, "0.1")) is None
+    draw(tmp_path / "seeds.png", measured, "alpha_retrain")
+    draw(tmp_path / "seed.png", {"seed 1": settings[1]}, "alpha_retrain", settings)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("seeds", "seed"))
+
+    # Of one seed, replicates of one bank are paired; others say nothing.
+    ours, theirs = ([synthetic(value, per_query_replicates=[value, value + 0.1, value])] for value in (0.5, 0.3))
+    assert _difference(ours, theirs) == pytest.approx((0.2, 0.0))
+    theirs[0]["per_query_replicates"] = [0.3, 0.3, 0.3]
+    assert _difference(ours, theirs) == pytest.approx((0.2, 0.1 * 2**0.5 / 3))
+    for other in ([0.3, 0.3], [0.3], []):
+        theirs[0]["per_query_replicates"] = other
+        assert _difference(ours, theirs) == pytest.approx((0.2, np.nan), nan_ok=True)
+
+
+def test_mislabels_are_shown_over_seeds() -> None:
+    def found(**aurocs: float) -> dict[str, Any]:
+        names = {"d6": "EK-FAC, damping 1e-06", "d4": "EK-FAC, damping 0.0001", "d2": "EK-FAC, damping 0.01"}
+        return {names.get(name, name): {"auroc": one, "standard_error": 0.01} for name, one in aurocs.items()}
+
+    # The first seed alone would choose 1e-06; the third lacks 0.01.
+    seeds = [found(loss=0.5, d6=0.8, d4=0.7, d2=0.9), found(loss=0.6, d6=0.5, d4=0.7, d2=0.9),
+             found(loss=0.7, d6=0.5, d4=0.7, margin=0.6)]  # fmt: skip
+    assert mislabels.shown_methods(seeds) == ["loss", "EK-FAC, damping 0.0001", "margin"]
+    assert mislabels.shown_methods(seeds[:1]) == ["loss", "EK-FAC, damping 0.01"]
+    three = [one["loss"] for one in seeds]
+    # Student's quantile of two degrees of freedom; the standard deviation is 0.1.
+    assert mislabels.interval(three) == pytest.approx((0.6, 4.30265 * 0.1 / 3**0.5), rel=1e-5)
+    assert mislabels.interval(three[:1]) == pytest.approx((0.5, 0.0196))
 
 
 def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> None:

@@ -207,21 +207,21 @@ def test_healthy_chains_are_never_too_hot() -> None:
             jostle.BAOAB(step_size=1 / steepest),
             jostle.LeimkuhlerMatthews(step_size=1 / steepest),
         ):
-            found = sample_run(problem, 0, sampler=sampler, seed=weights, thin=5).diagnostics(support=False)
+            found = sample_run(problem, 0, sampler=sampler, seed=weights, thin=3).diagnostics(support=False)
             assert 0.5 < found["temperature"]["value"] < 1.3
             assert not too_hot(found), (n_beta, localization, sampler, found["verdict"]["summary"])
 
 
 def test_few_draws_do_not_hide_how_hot_chains_are(tmp_path: Path) -> None:
     """Too few to follow a chain, but chains can be told apart: what is said first would otherwise be more of the same."""
-    hot, healthy = dict.fromkeys((3, 5, 9), 0), dict.fromkeys((3, 5, 9), 0)
+    hot, healthy = dict.fromkeys((3, 9), 0), dict.fromkeys((3, 9), 0)
     for seed in range(10):
         for step, count in ((3.95 / LARGEST, hot), (0.2 / LARGEST, healthy)):
             for draws in count:  # the same run goes on, which has the draws of a new one
                 run = sample_run(FLAT, step, draws=draws, seed=seed, out=tmp_path / f"{step}, {seed}")
                 count[draws] += bool(too_hot(run.diagnostics(support=False)))
-    assert hot == {3: 10, 5: 10, 9: 10}
-    assert healthy == {3: 0, 5: 0, 9: 0}
+    assert hot == {3: 10, 9: 10}
+    assert healthy == {3: 0, 9: 0}
 
 
 def test_a_rule_without_a_step_size_that_is_too_hot_is_told_so() -> None:

@@ -137,11 +137,11 @@ def test_refuses() -> None:
     first, _, drawn, errors = planted(0.7)
     with pytest.raises(jostle.InputError, match=r"no standard errors.*standard_error=True"):
         made(drawn).toward(made(first))
-    with pytest.raises(jostle.InputError, match=r"got shape \(399, 300\), expected \(400, 300\)"):
+    with pytest.raises(jostle.InputError, match=r"got 399 × 300 scores \(train × query\), expected 400 × 300"):
         made(drawn, errors).toward(made(first[:-1]))
     with pytest.raises(jostle.InputError, match="got covariances, expected correlations, as these"):
         made(drawn, errors, normalized=True).toward(made(first))
-    for what, said in (("train", "other train data"), ("weights", "another model")):
+    for what, said in (("train", "other train data"), ("weights", "another model"), ("moving", "other weights")):
         one, other = ({"fingerprints": {what: name}} for name in "ab")
         with pytest.raises(jostle.InputError, match=f"scores of {said}"):
             made(drawn, errors, provenance=one).toward(made(first, provenance=other))

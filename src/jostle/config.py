@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -116,6 +116,11 @@ class Config:
 def fingerprint_settings(settings: dict[str, Any]) -> str:
     """Return a hash of a configuration as plain data, which is what ``config.yaml`` holds."""
     return fingerprint_text(json.dumps(settings, sort_keys=True, default=str))
+
+
+def fingerprint_names(names: Iterable[str]) -> str:
+    """Return a hash of which parameters move."""
+    return fingerprint_text("\n".join(names))
 
 
 def _fields(settings: Any) -> dict[str, Any]:

@@ -163,7 +163,8 @@ class Scores:
     def _require_alike(self, other: Scores) -> None:
         """Refuse scores of other pairs or of another kind."""
         if other.values.shape != self.values.shape:
-            raise InputError("steady", got=f"shape {other.values.shape}", expected=f"{self.values.shape}, as these")
+            got, expected = (" × ".join(map(str, one.values.shape)) for one in (other, self))
+            raise InputError("steady", got=f"{got} scores (train × query)", expected=f"{expected}, as these")
         if other.normalized != self.normalized:
             kinds = ["covariances", "correlations"]
             got, expected = kinds[other.normalized], kinds[self.normalized]
@@ -173,9 +174,10 @@ class Scores:
             got = "the spread of a run" if other.provenance.get("spread") else "scores of draws"
             raise InputError("steady", got=f"{got}, which has noise", expected="scores without any, as of FirstOrder")
         ours, theirs = (one.provenance.get("fingerprints", {}) for one in (self, other))
-        for name in ours.keys() & theirs.keys():
+        told = {"weights": "another model", "moving": "other weights of the model"}
+        for name in sorted(ours.keys() & theirs.keys(), reverse=True):  # another model may have other weights, too
             if ours[name] != theirs[name]:
-                what = "another model" if name == "weights" else f"other {name} data"
+                what = told.get(name, f"other {name} data")
                 raise InputError("steady", got=f"scores of {what}", expected="scores of the same, as these")
         plain = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all", "reduction": "mean"}
         for name, usual in plain.items():

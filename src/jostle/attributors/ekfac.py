@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import json
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,14 @@ from torch import Tensor, nn
 
 from jostle.data.datasets import Collate, Data, collate_samples, fingerprint_tensors
 from jostle.errors import InputError
-from jostle.losses import OURS, Batch, Loss, at_least_float32
+from jostle.losses import OURS, Batch, Loss, at_least_float32, keep_logits_whole
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
+
+PROBED = 2
+"""Examples of the batch by which layers are looked at: by one, whatever is flattened would look as it should."""
 
 
 def ekfac(
@@ -52,8 +56,9 @@ def ekfac(
 ) -> Scores:
     """Score every training example on every query by EK-FAC influence; negative helps.
 
-    Only linear and convolutional layers can be factored: a layer takes part when its weight is among ``weights`` and
-    the model calls it. What moves and does not take part is named in ``provenance["left_out"]``.
+    Only linear and convolutional layers can be factored: a layer takes part when all it has is among ``weights``, is no
+    other layer's too, and the model calls it for whole batches. What moves and does not take part is named in
+    ``provenance["left_out"]``.
 
     Args:
         model: the trained model, at w*. It is left as it was; a copy is analysed.
@@ -69,7 +74,7 @@ def ekfac(
         factor_arguments: further arguments of kronfluence's ``FactorArguments`` (types, partitions, offloading).
         score_arguments: the same of its ``ScoreArguments``.
         directory: where factors go; default: a temporary one. Factors that are there already are used again.
-        seed: of the sampled labels.
+        seed: of the sampled labels; factors that are there already keep theirs, which ``provenance`` says.
 
     Raises:
         InputError: kronfluence is missing, no layer that it can factor moves, or the directory has factors of something
@@ -91,7 +96,7 @@ def ekfac(
         # kronfluence's rows are queries, and what helps is positive there.
         values=-scores.T.float().cpu().numpy(),
         method="EK-FAC",
-        provenance={"damping": damping, "seed": seed, **fitted.about},
+        provenance={"damping": damping, **fitted.about},
     )
 
 
@@ -178,11 +183,18 @@ def _fitted(
         # Where labels are sampled; the caller's random numbers go on as if nothing had happened.
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(eval_mode(copied))
+        if not gc.get_freeze_count():
+            # It asks for garbage at every batch, and would look through all modules that were ever imported.
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         # It warns at every call that it uses a deprecated name of PyTorch's, which its users cannot change.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
-        first = Data([data["train"].sample(0)], "train", collate=collate, device=device).batch([0])
-        calls = _calls(copied, loss, first)
+        if _head_moves(copied, weights):
+            keep_logits_whole(copied)
+        few = [data["train"].sample(index % len(data["train"])) for index in range(PROBED)]
+        calls = _calls(copied, loss, Data(few, "train", collate=collate, device=device).batch(range(PROBED)))
         layers = _layers(copied, weights, calls)
         about = {
             "layers": len(layers),
@@ -198,7 +210,7 @@ def _fitted(
         })  # fmt: skip
         if directory is None:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
-        _require_same(Path(directory), {
+        about["seed"] = _require_same(Path(directory), seed, {
             "weights": fingerprint_tensors(model.state_dict()), "fit_data": data["fit_data"].fingerprint(),
             "layers": layers, "factors": factors.to_str_dict(),
             "loss": repr(loss) if sampled else type(loss).__name__,
@@ -216,13 +228,13 @@ def _fitted(
         yield _Fitted(analyzer, samples, about)
 
 
-def _require_same(directory: Path, about: dict[str, Any]) -> None:
-    """Refuse a directory with factors of another model, of other data, layers or settings."""
+def _require_same(directory: Path, seed: int, about: dict[str, Any]) -> int:
+    """Refuse a directory with factors of another model, of other data, layers or settings; return their seed."""
     path = directory / "jostle.json"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(about))
-        return
+        path.write_text(json.dumps({**about, "seed": seed}))
+        return seed
     there = json.loads(path.read_text())
     for key, value in about.items():
         if there.get(key) != value:
@@ -232,15 +244,34 @@ def _require_same(directory: Path, about: dict[str, Any]) -> None:
                 expected=f"{value}, as passed now",
                 fix="choose another directory, or delete this one",
             )
+    return there.get("seed", seed)
+
+
+def _head_moves(model: nn.Module, weights: WeightSelection) -> bool:
+    """Whether a language model's head is among the weights: only then is it worth the memory of all logits."""
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    head = set(head.parameters()) if (head := find()) is not None else set()
+    parameters = dict(model.named_parameters())
+    return any(parameters.get(name) in head for name in MovingWeights(model, weights).names)
 
 
 @torch.no_grad()
 def _calls(model: nn.Module, loss: Loss, batch: Batch) -> Counter[str]:
-    """How often each layer is called for one loss: one whose weight is used in another way cannot be observed."""
+    """How often each layer is called for one loss: one whose weight is used in another way cannot be observed.
+
+    Nor can one that is called for anything but the examples of the batch, one by one in its first dimension.
+    """
     loss(model, batch)  # a loss may look at a model before it first uses it, which hooks would not stand
     calls: Counter[str] = Counter()
+    otherwise: set[str] = set()
+
+    def heard(name: str, output: Any) -> None:
+        calls[name] += 1
+        if isinstance(output, Tensor) and (not output.ndim or len(output) != PROBED):
+            otherwise.add(name)
+
     hooks = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: calls.update([name]))
+        module.register_forward_hook(lambda module, inputs, output, name=name: heard(name, output))
         for name, module in model.named_modules()
     ]
     try:
@@ -248,22 +279,33 @@ def _calls(model: nn.Module, loss: Loss, batch: Batch) -> Counter[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
+    return Counter({name: count for name, count in calls.items() if name not in otherwise})
 
 
 def _layers(model: nn.Module, weights: WeightSelection, calls: Counter[str]) -> list[str]:
-    """The layers whose weight moves, that are called, and that kronfluence can factor."""
-    moving = set(MovingWeights(model, weights).names)
+    """The layers that move as a whole, are called, and that kronfluence can factor.
+
+    It takes a layer's bias along with its weight, and gives a weight that two layers share to one of them.
+    """
+    moving, owners = set(MovingWeights(model, weights).names), defaultdict[Tensor, int](int)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] += 1
     layers = [
         name
         for name, module in model.named_modules()
-        if _factorable(module) and calls[name] and _parameter(name, "weight") in moving
+        if _factorable(module)
+        and calls[name]
+        and all(
+            _parameter(name, own) in moving and owners[parameter] == 1
+            for own, parameter in module.named_parameters(recurse=False)
+        )
     ]
     if not layers:
         raise InputError(
             "weights",
-            got=f"{weights!r}, without a linear or convolutional layer that the model calls",
-            expected="one that EK-FAC can factor",
+            got=f"{weights!r}, without a linear or convolutional layer that the model calls for each example",
+            expected="one that EK-FAC can factor, with its bias",
         )
     return layers
 

@@ -44,10 +44,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad
 
-from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, products
+from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, fingerprints_of, products
 from jostle.attributors.metrics import Metric, root_of_metric
 from jostle.chains.progress import telling
-from jostle.data.datasets import Collate, Data, fingerprint_tensors
+from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.losses import classification as classification_loss
@@ -208,7 +208,7 @@ class FirstOrder:
                 _, pattern = _leading(self._held)
                 along = _gradient_of_sum(in_place, loss, held, pattern / pattern.norm().clamp(min=TINY) * counted)
                 self._along = float(along.square().sum())
-        self._fingerprints["weights"] = fingerprint_tensors(dict(model.state_dict()))
+        self._fingerprints |= fingerprints_of(model, moving)
         self._count = count
         about_labels = 0 if not held else int(share) if share.is_integer() else share
         self._about = {"labels": about_labels, "seed": seed, "metric": metric, "rounded": rounded}
@@ -236,9 +236,7 @@ class FirstOrder:
             spread: a run of draws without a gradient (`jostle.Gaussian`) on the same data: every loss moves as far as
                 it did there, instead of by the length of its gradient. A few tens of draws are enough.
         """
-        if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
-            expected = "0 or a positive number" + (": there is no noise to choose it by" if kappa == "auto" else "")
-            raise InputError("kappa", got=repr(kappa), expected=expected)
+        require_kappa(kappa)
         scores, (train, query) = self._scores, self._squares
         if kappa:
             damped = self._held.clone()
@@ -306,15 +304,9 @@ class FirstOrder:
                 expected = "the examples in a step of that training, by whose root Adam's steps are larger"
                 raise InputError("batch_size", got="none", expected=expected)
             batch_size = 1
-        for name, value in (("total_rate", total_rate), ("batch_size", batch_size)):
-            if not (isinstance(value, numbers.Real) and float(value) > 0):
-                raise InputError(name, got=repr(value), expected="a positive number")
-        if not (isinstance(weight_decay, numbers.Real) and 0 <= float(weight_decay) < math.inf):
-            raise InputError("weight_decay", got=repr(weight_decay), expected="0 or a positive number")
-        damping = weight_decay + 1 / total_rate
-        if not damping:
-            got = "training to the end without weight decay"
-            raise InputError("total_rate", got=got, expected="something that holds the weights")
+        if not (isinstance(batch_size, numbers.Real) and float(batch_size) > 0):
+            raise InputError("batch_size", got=repr(batch_size), expected="a positive number")
+        damping = damping_of(total_rate, weight_decay)
         largest = self._largest  # which refuses what nothing moves
         curvature = self._relative_curvature * (self._along if self._about["metric"] == "layers" else largest)
         curvature /= self._count
@@ -332,6 +324,26 @@ class FirstOrder:
         squares = self._squares[name == "query"]
         moved = torch.from_numpy(losses.std((0, 1), dtype=np.float64)).to(squares)
         return torch.where(squares > 0, moved / squares.sqrt(), 0.0)
+
+
+def require_kappa(kappa: Any) -> None:
+    """Refuse what is no κ."""
+    if not (isinstance(kappa, numbers.Real) and 0 <= float(kappa) < math.inf):
+        expected = "0 or a positive number" + (": there is no noise to choose it by" if isinstance(kappa, str) else "")
+        raise InputError("kappa", got=repr(kappa), expected=expected)
+
+
+def damping_of(total_rate: float, weight_decay: float) -> float:
+    """What holds the weights of a model that is trained for a while; refuses what is no training."""
+    if not (isinstance(total_rate, numbers.Real) and float(total_rate) > 0):
+        raise InputError("total_rate", got=repr(total_rate), expected="a positive number")
+    if not (isinstance(weight_decay, numbers.Real) and 0 <= float(weight_decay) < math.inf):
+        raise InputError("weight_decay", got=repr(weight_decay), expected="0 or a positive number")
+    damping = weight_decay + 1 / total_rate
+    if not damping:
+        got = "training to the end without weight decay"
+        raise InputError("total_rate", got=got, expected="something that holds the weights")
+    return damping
 
 
 def _held_count(train: int, labels: float) -> int:

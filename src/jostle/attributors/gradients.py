@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from jostle.config import fingerprint_names
 from jostle.data.datasets import Collate, Data, fingerprint_tensors, map_tensors
 from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
@@ -94,7 +95,7 @@ def gradient_similarity(
         method="gradient cosine" if cosine else "gradient dot product",
         normalized=cosine,
         scale=None,
-        provenance={"fingerprints": {**fingerprints, "weights": fingerprint_tensors(dict(model.state_dict()))}},
+        provenance={"fingerprints": {**fingerprints, **fingerprints_of(model, moving)}},
     )
 
 
@@ -195,6 +196,14 @@ def _matrix(left: Float[Tensor, "left weight"], right: Float[Tensor, "right weig
     return total
 
 
+def fingerprints_of(model: nn.Module, moving: MovingWeights) -> dict[str, str]:
+    """What tells a model, and which of its weights gradients were taken of."""
+    return {
+        "weights": fingerprint_tensors(dict(model.state_dict())),
+        "moving": fingerprint_names(moving.names),
+    }
+
+
 def gradient_self_influence(
     model: nn.Module,
     train: Any,
@@ -222,7 +231,7 @@ class PerExample:
     def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._model, self._loss = model, loss
         self.moving, self.device = model.moving, model.device
-        self._mapped: bool | None = None
+        self._mapped, self._tried = True, list[Data]()
         self.scale: Float[Tensor, " weight"] | None = None
         row_bytes = model.moving.total * model.moving.dtype.itemsize
         # A quarter of the buffer for those that are being made, the rest for those that are held.
@@ -242,11 +251,13 @@ class PerExample:
 
     @torch.no_grad()
     def _gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
-        if self._mapped is None:
+        new = not any(data is one for one in self._tried)
+        if not self._tried:
             check_unchanged(self._model, self._loss, data)
         try:
-            if self._mapped is None:
-                self._mapped = self._several_are_each(data, chosen[:2])
+            if self._mapped and new:
+                self._mapped = self._several_are_each(data)
+                self._tried.append(data)
             if self._mapped:
                 return self._mapped_gradients(data, chosen)
         except torch.OutOfMemoryError:
@@ -261,25 +272,29 @@ class PerExample:
             self._mapped = False
         return self._one_by_one(data, chosen)
 
-    def _several_are_each(self, data: Data, chosen: range) -> bool:
-        """Whether gradients of several at once are those of single examples; believed after one look."""
+    def _several_are_each(self, data: Data) -> bool:
+        """Whether gradients of several at once are those of single examples; believed after one look at each data set.
+
+        Looked at are its ends, and the smallest and the largest: of these, all but one are padded.
+        """
+        chosen = data.spread(2)[: None if self.at_once > 1 else 1]
         with _all_digits():
             # First, since it also teaches a loss what it tries once for each model, and cannot try within vmap.
-            first = self._one_by_one(data, chosen[:1])
-            row = self._mapped_gradients(data, chosen)[:1]
-        tolerance = max(self._model.tolerance, TF32_TOLERANCE if first.is_cuda else 0.0)
-        same = bool((row - first).norm() <= tolerance * first.norm())
+            singles = self._one_by_one(data, chosen)
+            rows = self._mapped_gradients(data, chosen)
+        tolerance = max(self._model.tolerance, TF32_TOLERANCE if rows.is_cuda else 0.0)
+        same = bool((rows - singles).norm() <= tolerance * singles.norm())
         if not same:
             log.info("gradients are taken one by one (several at once give other numbers)")
         return same
 
-    def _one_by_one(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
+    def _one_by_one(self, data: Data, chosen: Sequence[int]) -> Float[Tensor, "example weight"]:
         center = self._model.moving.center[None]
         return torch.cat(
             [self._model.mean_loss_gradient(self._loss, center, data, [np.array([index])]) for index in chosen]
         ).to(center.dtype)
 
-    def _mapped_gradients(self, data: Data, chosen: range) -> Float[Tensor, "example weight"]:
+    def _mapped_gradients(self, data: Data, chosen: Sequence[int]) -> Float[Tensor, "example weight"]:
         plain = FunctionalModel(self._model.model, self._model.moving)
 
         def loss_of_one(flat: Tensor, batch: Batch) -> Tensor:

@@ -60,7 +60,8 @@ def trak(
         loss: ``losses.classification()`` or ``losses.next_token()``: a margin needs a loss that is −log p. Of a
             sequence, margins and 1 − p are averaged over its tokens.
         weights: which weights the gradients are of.
-        dimension: of the projection; default: a power of two, at most half of the training examples and at most 4,096.
+        dimension: of the projection; default: a power of two, at most half of the training examples and of the weights,
+            and at most 4,096.
         ridge: added to the diagonal of ΦᵀΦ, relative to its mean.
         collate: makes a batch of a list of samples.
         buffer_bytes: what the gradients held at once may take.
@@ -89,8 +90,10 @@ def trak(
                 name: Data(source, name, collate=collate, device=in_place.device)
                 for name, source in (("train", train), ("query", query))
             }
+            for name, data in sets.items():
+                _require_classes(name, data)
             fingerprints = {name: data.fingerprint() for name, data in sets.items()}
-            dimension = dimension or _default_dimension(len(sets["train"]))
+            dimension = dimension or _default_dimension(min(len(sets["train"]), moving.total))
             project = Projection(moving.total, dimension, seed, moving.center.new_empty(0, dtype=moving.dtype))
             features = _projected(in_place, Margin(loss), sets["train"], project, buffer_bytes).neg()
             targets = _projected(in_place, loss, sets["query"], project, buffer_bytes)
@@ -126,6 +129,14 @@ class Margin:
         return None if mask is None else mask(batch)
 
 
+def _require_classes(name: str, data: Data) -> None:
+    """Refuse weights of classes: their loss is no −log p either."""
+    batch = data.batch([0])
+    labels = None if isinstance(batch, dict) else batch[1]
+    if isinstance(labels, Tensor) and labels.is_floating_point():
+        raise InputError(name, got="labels that are weights of classes", expected="one class each, for a margin")
+
+
 class Projection:
     """Random signs over √dimension, (weight, dimension), made from a seed block by block."""
 
@@ -150,8 +161,8 @@ class Projection:
         return result
 
 
-def _default_dimension(examples: int) -> int:
-    return min(MOST_DIMENSIONS, 1 << max(0, (examples // 2).bit_length() - 1))
+def _default_dimension(most: int) -> int:
+    return min(MOST_DIMENSIONS, 1 << max(0, (most // 2).bit_length() - 1))
 
 
 def _projected(

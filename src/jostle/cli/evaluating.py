@@ -29,7 +29,8 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Draw it as well; a name ending in .png, .svg or .pdf.")
     ] = None,
     mislabelled: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Which labels are wrong (.npy of booleans): adds an AUROC.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Which labels are wrong (.npy of booleans): adds an AUROC of runs."),
     ] = None,
     kappa: Annotated[
         Any,

@@ -100,6 +100,7 @@ def first_order(
     from jostle.asking import requests
     from jostle.asking.tasks import other_checkpoint
     from jostle.attributors import FirstOrder
+    from jostle.attributors.first_order import damping_of, require_kappa
     from jostle.cli.terminal import print_ranking
     from jostle.data.datasets import Data
 
@@ -113,6 +114,10 @@ def first_order(
         raise InputError("batch_size", got="--total-rate without it", expected=expected, fix="add --batch-size")
     if kappa is not None and total_rate is not None:
         raise InputError("kappa", got="--total-rate as well", expected="one of the two")
+    if kappa is not None:
+        require_kappa(kappa)
+    if total_rate is not None:
+        damping_of(total_rate, weight_decay or 0.0)
     if not labels and total_rate is not None:
         raise InputError("labels", got="0 and --total-rate", expected="labels of the model: they show its curvature")
     require_folder("file", file)

@@ -203,67 +203,20 @@ def _diagnostic_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def print_report(console: Console, report: Report) -> None:
     """Print methods and controls on a bank, with 95 % intervals."""
-    console.print(Text(report.summary["text"]), soft_wrap=True)
-    if report.repeatability is not None:
-        console.print(
-            f"correlation of the losses from half of the seeds with those from the others: {report.repeatability:.2f}",
-            soft_wrap=True,
-        )
-    if report.removed is not None:
-        _print_removal(console, report)
-        return
-    random = report.kind == "random"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", overflow="fold")  # in a narrow window: no digit may be cut off
-    table.add_column("LDS per query" if random else "leave-one-out", justify="right", no_wrap=True)
-    if random:
-        table.add_column("LDS per subset", justify="right", no_wrap=True)
-    detected = any(row.mislabels is not None for row in report.rows)
-    if detected:
-        table.add_column("AUROC of mislabels", justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    for index, row in enumerate(report.rows):
-        cells = [row.method + (" (control)" if row.control else ""), str(row.per_query)]
-        if random:
-            cells.append(str(row.per_subset))
-        if detected:
-            cells.append("" if row.mislabels is None else str(row.mislabels.auroc))
-        cells.append("" if row.seconds is None else f"{row.seconds:.1f}")
-        last = index + 1 < len(report.rows) and report.rows[index + 1].control != row.control
-        table.add_row(*cells, style="dim" if row.control else None, end_section=last)
-    console.print(table)
-    console.print("± is a 95 % interval from resampled queries, subsets and seeds", soft_wrap=True)
-    if random:
-        console.print(
-            "per query is the headline; per subset is the paper's equation, where knowing how hard a query is suffices",
-            soft_wrap=True,
-        )
+    from jostle.evaluate.metrics import CONTROL_MARK  # which takes seconds
 
-
-def _print_removal(console: Console, report: Report) -> None:
-    found = report.removed
-    if found is None:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="rise in the query's loss", title_justify="left")
-    table.add_column("removed by", overflow="fold")
-    for count in found.counts:
-        table.add_column(f"{count} removed", justify="right", no_wrap=True)
-    for method, rises in found.rise.items():
-        table.add_row(method, *(str(one) for one in rises), style="dim" if method == "random" else None)
-    console.print(table)
-    if found.brittle is not None:
-        flips = Table(
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            title=f"right answers turned wrong, of {found.right}",
-            title_justify="left",
-        )
-        flips.add_column("removed by", overflow="fold")
-        for count in found.counts:
-            flips.add_column(f"{count} or fewer", justify="right", no_wrap=True)
-        for method, shares in found.brittle.items():
-            flips.add_row(method, *(f"{share:.0%}" for share in shares), style="dim" if method == "random" else None)
-        console.print(flips)
+    for line in report.about:
+        console.print(Text(line), soft_wrap=True)
+    for (first, *headings), *rows in report.tables:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(first, overflow="fold")  # in a narrow window: no digit may be cut off
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for cells in rows:
+            table.add_row(*map(Text, cells), style="dim" if cells[0].endswith(CONTROL_MARK) else None)
+        console.print(table)
+    for line in report.notes:
+        console.print(line, soft_wrap=True)
 
 
 def shown_of(example: Mapping[str, Any]) -> str | None:

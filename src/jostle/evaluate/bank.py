@@ -2,7 +2,7 @@
 
 A bank is a directory::
 
-    bank.json            what it was made from: fingerprints of the data, subsets, the model's shape
+    bank.json            what it was made from: fingerprints of the data, subsets, shapes of models and observables
     subsets.npy          which examples each subset holds, as bits
     retrainings/         one file for each (subset, seed) that is done: the losses of all queries
     failures/            one file for each that failed, with the reason
@@ -12,11 +12,12 @@ Every retraining is stored when it is done, whole or not at all, and is never do
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from jostle._version import __version__
 from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning, warn
-from jostle.evaluate.inputs import Given, scores_of
+from jostle.evaluate.inputs import Given, require_ranks, scores_of
 from jostle.evaluate.subsets import Subsets
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
@@ -58,9 +59,10 @@ class Bank:
             ) from error
         if self.about.get("format") != FORMAT:
             raise InputError("bank", got=f"format {self.about.get('format')}", expected=f"format {FORMAT}")
-        packed = np.load(self.directory / "subsets.npy")
-        members = np.unpackbits(packed, axis=1, count=self.about["train"]).astype(bool)
-        self.subsets = Subsets(members, self.about["kind"], self.about["labels"])
+        packed, labels = np.load(self.directory / "subsets.npy"), self.about["labels"]
+        # As many as are labelled: another process may have written more of them since.
+        members = np.unpackbits(packed[: len(labels) or None], axis=1, count=self.about["train"]).astype(bool)
+        self.subsets = Subsets(members, self.about["kind"], labels)
 
     @classmethod
     def create(
@@ -89,20 +91,23 @@ class Bank:
             "queries": queries, "fingerprints": dict(fingerprints), "dtype": dtype, "shapes": shapes,
             "labels": [dict(label) for label in subsets.labels],
         }  # fmt: skip
-        if (directory / "bank.json").exists():
-            there = cls(directory)
-            there._require_same(about, subsets)
-            if len(subsets) <= len(there.subsets):
-                return there
-            about |= {"dtype": there.about["dtype"], "shapes": there.about["shapes"] or shapes}
-        elif directory.exists() and any(directory.iterdir()):
-            raise InputError("bank", got=f"{directory}, which holds something else", expected="a new directory")
-        for name in ("retrainings", "failures"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-        packed = np.packbits(subsets.members, axis=1)
-        _write(directory / "subsets.npy", lambda path: np.save(path, packed))
-        _write(directory / "bank.json", lambda path: path.write_text(json.dumps(about)))
-        return cls(directory)
+        json.dumps(about)  # what cannot be written is found out before anything is
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            if (directory / "bank.json").exists():
+                there = cls(directory)
+                there._require_same(about, subsets)
+                if len(subsets) <= len(there.subsets):
+                    return there
+                about = there.about | {"labels": about["labels"], "shapes": there.about["shapes"] or shapes}
+            elif not _is_new(directory):
+                raise InputError("bank", got=f"{directory}, which holds something else", expected="a new directory")
+            for name in ("retrainings", "failures"):
+                (directory / name).mkdir(exist_ok=True)
+            packed = np.packbits(subsets.members, axis=1)
+            _write(directory / "subsets.npy", lambda path: np.save(path, packed))
+            _write(directory / "bank.json", lambda path: path.write_text(json.dumps(about)))
+            return cls(directory)
 
     def _require_same(self, about: Mapping[str, Any], subsets: Subsets) -> None:
         fix = "choose another directory, or delete this one"
@@ -148,7 +153,7 @@ class Bank:
     def store(self, subset: int, seed: int, values: Mapping[str, Float[np.ndarray, " query"]]) -> bool:
         """Keep what one retraining gave: ``"loss"``, one number a query, and any other observables.
 
-        What is not finite or of another length is recorded as a failure.
+        What is not finite, or of another shape than that of the first one, is recorded as a failure.
 
         Returns:
             Whether it was kept.
@@ -164,6 +169,10 @@ class Bank:
             if not np.isfinite(tensors[name]).all():
                 self.fail(subset, seed, f"a {name} that is not finite in {self.about['dtype']}")
                 return False
+        differs = self._differs("observables", {name: list(value.shape) for name, value in tensors.items()})
+        if differs is not None:
+            self.fail(subset, seed, f"other observables: {differs}")
+            return False
         path = self._path("retrainings", subset, seed)
         _write(path, lambda temporary: safetensors.numpy.save_file(tensors, temporary))
         self._path("failures", subset, seed).unlink(missing_ok=True)
@@ -182,8 +191,15 @@ class Bank:
     @property
     def observables(self) -> list[str]:
         """What was kept of every retraining: ``"loss"``, and others that were asked for."""
+        return sorted(self._kept_shapes() or {})
+
+    def _kept_shapes(self) -> dict[str, list[int]] | None:
+        """Of the first in order, which speaks for all; None before there is one."""
         done = sorted(self._pairs("retrainings"))
-        return sorted(safetensors.numpy.load_file(self._path("retrainings", *done[0]))) if done else []
+        if not done:
+            return None
+        found = safetensors.numpy.load_file(self._path("retrainings", *done[0]))
+        return {name: list(value.shape) for name, value in found.items()}
 
     def values(self, name: str = LOSS) -> Float[np.ndarray, "subset seed query"]:
         """Return what retrainings gave, NaN where one is missing; losses unless another observable is named."""
@@ -195,7 +211,7 @@ class Bank:
         if name not in self.observables:
             raise InputError("observable", got=repr(name), expected=f"one of {', '.join(self.observables)}")
         first = safetensors.numpy.load_file(self._path("retrainings", *pairs[0]))[name]
-        result = np.full((len(self), 1 + max(seed for _, seed in pairs), len(first)), np.nan, np.float32)
+        result = np.full((len(self), 1 + max(seed for _, seed in pairs), *first.shape), np.nan, np.float32)
         for subset, seed in pairs:
             found = safetensors.numpy.load_file(self._path("retrainings", subset, seed))
             if name not in found or found[name].shape != first.shape:
@@ -238,28 +254,32 @@ class Bank:
                     got=f"those of other data: the {DATA.get(name, name)} differ from those of the bank",
                     expected="those of the examples that the bank was retrained on, in the same order",
                 )
-        if not np.isfinite(scores.values).all():
-            raise InputError(f"scores of {scores.method}", got="values that are not finite", expected="finite ones")
-        if (np.ptp(scores.values, axis=0) == 0).all():
-            raise InputError(
-                f"scores of {scores.method}",
-                got="the same score for every training example",
-                expected="scores that differ, since what is constant has no rank",
-            )
+        require_ranks(scores)
 
     def require_shapes(self, shapes: dict[str, list[int]]) -> str | None:
         """Say how a model differs in shape from those before it; None where it does not. The first one decides."""
-        if self.about["shapes"] is None:
-            self.about["shapes"] = shapes
-            _write(self.directory / "bank.json", lambda path: path.write_text(json.dumps(self.about)))
-        for name in [*self.about["shapes"], *shapes]:
-            expected, got = self.about["shapes"].get(name), shapes.get(name)
+        differs = self._differs("shapes", shapes)
+        return None if differs is None else f"a model of another shape: {differs}"
+
+    def _differs(self, key: str, shapes: dict[str, list[int]]) -> str | None:
+        """Compare shapes with those that bank.json has; the first to come, in whatever process, writes them there."""
+        if self.about.get(key) is None:
+            with _alone(self.directory):
+                path = self.directory / "bank.json"
+                about = json.loads(path.read_text())
+                if about.get(key) is None:
+                    # An older bank.json knows nothing of observables, though the bank may have some.
+                    about[key] = (self._kept_shapes() if key == "observables" else None) or shapes
+                    _write(path, lambda temporary: temporary.write_text(json.dumps(about)))
+            self.about[key] = about[key]
+        for name in [*self.about[key], *shapes]:
+            expected, got = self.about[key].get(name), shapes.get(name)
             if got is None:
-                return f"a model of another shape: it has no {name}, expected one of shape {expected}"
+                return f"it has no {name}, expected one of shape {expected}"
             if expected is None:
-                return f"a model of another shape: it has a {name}, expected none"
+                return f"it has a {name}, expected none"
             if expected != got:
-                return f"a model of another shape: {name} is {got}, expected {expected}"
+                return f"{name} is {got}, expected {expected}"
         return None
 
     def _pairs(self, kind: str) -> set[tuple[int, int]]:
@@ -297,7 +317,7 @@ def retrain(
     batch_size: int = 256,
     dtype: Literal["float32", "float16"] = "float32",
     like: nn.Module | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     minutes: float | None = None,
     retry: bool = False,
     progress: bool = True,
@@ -306,7 +326,7 @@ def retrain(
 
     Runs through joblib: ``jobs`` processes here, or whatever ``joblib.parallel_config`` says (Dask, Ray, ...). Each
     result is stored as it comes; the same call again goes on with what is missing. A call of ``train_function`` that
-    raises, or returns a model of another shape, is recorded and the others go on.
+    raises, returns a model of another shape, or ends its process of ``jobs`` is recorded and the others go on.
 
     Args:
         train_function: ``train(indices, seed) -> model``. All its randomness should come from the seed.
@@ -316,12 +336,12 @@ def retrain(
         out: the directory of the bank.
         seeds: how often each subset is trained on, with seeds 0, 1, ...; losses are averaged over them.
         loss: as for `jostle.attribute`; a sequence's loss is the mean of its tokens'.
-        observables: what else to keep of every model: ``{"name": f(model) -> (p,)}``; `brittleness` wants a margin.
+        observables: what else to keep of every model: ``{"name": f(model) -> (p,)}``; `removal` wants a margin.
         collate: makes a batch of a list of samples.
         batch_size: queries in one pass.
         dtype: what losses are stored in.
         like: a model of the shape that is expected; default: the first that comes back.
-        jobs: how many processes train at once; −1 for one a core.
+        jobs: how many processes train at once; −1 for one a core. Default: what ``joblib.parallel_config`` says, or 1.
         minutes: begin no retraining after so long.
         retry: try again what failed before.
         progress: show how many are finished where stderr is a terminal or a notebook, and a line a minute elsewhere.
@@ -330,18 +350,30 @@ def retrain(
         The bank, finished or not; `Bank.summary` says how far it is.
     """
     import joblib
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     if seeds < 1:
         raise InputError("seeds", got=seeds, expected="a positive number of retrainings of each subset")
     data = {name: Data(source, name, collate=collate) for name, source in (("train", train), ("query", query))}
     if subsets.members.shape[1] != len(data["train"]):
         raise InputError(
-            "subsets", got=f"subsets of {subsets.members.shape[1]}", expected=f"{len(data['train'])}, as in train"
+            "subsets",
+            got=f"subsets of {subsets.members.shape[1]}",
+            expected=f"{len(data['train'])}, as in train",
+            fix="len() of a tuple of tensors is how many there are" if isinstance(train, tuple) else "",
         )
     bank = Bank.create(
         out, subsets, queries=len(data["query"]), dtype=dtype, shapes=None if like is None else shapes_of(like),
         fingerprints={name: one.fingerprint() for name, one in data.items()},
     )  # fmt: skip
+    kept = bank.about.get("observables")
+    if kept is not None and kept.keys() != {LOSS, *(observables or {})}:
+        raise InputError(
+            "observables",
+            got=", ".join(observables or {}) or "none",
+            expected=f"those of the bank: {', '.join(sorted(kept.keys() - {LOSS})) or 'none'}",
+            fix="choose another directory",
+        )
     measure = Measure(query, loss or classification_loss(), dict(observables or {}), collate, batch_size)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
@@ -354,18 +386,38 @@ def retrain(
         also = f", {failed:,} failed" if failed else ""
         return f"{every - unfinished:,} of {every:,} retrainings finished{also}"
 
-    def tasks() -> Iterator[Any]:
-        for subset, seed in todo:
-            if deadline is not None and time.monotonic() > deadline:
-                return
-            yield joblib.delayed(_retrain_once)(train_function, measure, subsets.indices(subset), subset, seed)
-
     # Dispatched one by one, so that none begins after the deadline; collected as they come, so that all are kept.
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "n_jobs", "batch_size": 1}
-    parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
+
+    def outcomes(pairs: Iterable[tuple[int, int]], alone: bool = False) -> Iterator[_Outcome]:
+        left, broken = iter(pairs), True
+        while broken:
+            begun: list[tuple[int, int]] = []
+
+            def tasks(begun: list[tuple[int, int]] = begun) -> Iterator[Any]:
+                while deadline is None or time.monotonic() <= deadline:
+                    pair = next(left, None)
+                    if pair is None:
+                        return
+                    begun.append(pair)
+                    yield joblib.delayed(_retrain_once)(train_function, measure, subsets.indices(pair[0]), *pair)
+
+            parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
+            broken = False
+            try:
+                for outcome in parallel(tasks()):
+                    begun.remove((outcome.subset, outcome.seed))
+                    yield outcome
+            except TerminatedWorkerError:
+                # It takes the others down with it: whoever dies alone, too, did it.
+                broken = not alone
+                for pair in begun:
+                    died = _Outcome(*pair, {}, {}, "its process died: out of memory, perhaps, or it crashed")
+                    yield from [died] if alone else outcomes([pair], alone=True)
+
     with telling(progress) as tell:
         tell(how_far())
-        for outcome in parallel(tasks()):
+        for outcome in outcomes(todo):
             failure, kept = outcome.failure or bank.require_shapes(outcome.shapes), False
             if failure is None:
                 kept = bank.store(outcome.subset, outcome.seed, outcome.values)
@@ -422,7 +474,7 @@ def _retrain_once(
         if not isinstance(model, nn.Module):
             return _Outcome(subset, seed, {}, {}, f"train returned a {type(model).__name__}, not a torch.nn.Module")
         return _Outcome(subset, seed, measure(model), shapes_of(model))
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         return _Outcome(subset, seed, {}, {}, reason, traceback.format_exc())
 
@@ -437,3 +489,30 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     write(temporary)
     os.replace(temporary, path)
+
+
+def _is_new(directory: Path) -> bool:
+    """Whether nothing is there but what an interrupted beginning of a bank leaves."""
+    for path in directory.iterdir():
+        if path.name in ("retrainings", "failures") and path.is_dir():
+            if any(path.iterdir()):
+                return False
+        elif not (path.name == "subsets.npy" or path.match(".*-subsets.npy") or path.match(".*-bank.json")):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold off other processes that read bank.json to write it again; where a file system cannot, go on without."""
+    descriptor = None
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            descriptor = os.open(directory, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

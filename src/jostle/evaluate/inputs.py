@@ -32,6 +32,18 @@ def scores_of(given: Any, name: str = "") -> Scores:
     return given
 
 
+def require_ranks(scores: Scores) -> None:
+    """Refuse what has no order: values that are not finite, or constant ones."""
+    if not np.isfinite(scores.values).all():
+        raise InputError(f"scores of {scores.method}", got="values that are not finite", expected="finite ones")
+    if (np.ptp(scores.values, axis=0) == 0).all():
+        raise InputError(
+            f"scores of {scores.method}",
+            got="the same score for every training example",
+            expected="scores that differ, since what is constant has no rank",
+        )
+
+
 def named_scores(given: Any) -> dict[str, Scores]:
     """Methods by their names."""
     if not isinstance(given, Mapping):

@@ -47,7 +47,7 @@ class Measured:
 
     Attributes:
         value: the number.
-        standard_error: over resampled queries, subsets and seeds.
+        standard_error: over resampled queries and retrainings; NaN where there is too little to know it from.
         each: what it is the mean of, where it is one: a correlation for each query, or for each subset.
         replicates: its value for each time that they were resampled.
         resampled: of what, and how; None where there is nothing to compare.
@@ -62,27 +62,30 @@ class Measured:
     def __sub__(self, other: Measured) -> Measured:
         """How much larger this is, of two methods on one bank with one seed of the bootstrap.
 
-        Its error is that of the difference. For methods that are alike it is smaller than either's: queries, subsets
-        and seeds that are good to one are good to the other.
+        Its error is that of the difference. For methods that are alike it is smaller than either's: queries and
+        subsets that are good to one are good to the other.
         """
         if self.resampled is None or self.resampled != other.resampled:
-            expected = "two of lds() with the same bank, per, correlation, bootstrap and seed"
+            expected = "two of lds(), or of removal(), with the same bank, per, correlation, bootstrap and seed"
             raise InputError("a difference", got="what was not resampled alike", expected=expected)
         replicates = self.replicates - other.replicates
         return Measured(self.value - other.value, _spread(replicates), replicates=replicates, resampled=self.resampled)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %, by the normal approximation: resampled seeds make every replicate noisier than the number itself."""
+        """95 %, by the normal approximation."""
         half = NORMAL_95 * self.standard_error
         return self.value - half, self.value + half
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} ± {NORMAL_95 * self.standard_error:.3f}"
+        known = np.isfinite(self.standard_error)
+        return f"{self.value:.3f} ± {f'{NORMAL_95 * self.standard_error:.3f}' if known else '?'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, for JSON."""
-        return {"value": self.value, "standard_error": self.standard_error, "interval": list(self.interval)}
+        """Return it as plain data, for JSON, which has no NaN."""
+        known = np.isfinite(self.standard_error)
+        error, interval = (self.standard_error, list(self.interval)) if known else (None, None)
+        return {"value": self.value, "standard_error": error, "interval": interval}
 
 
 def lds(
@@ -106,7 +109,7 @@ def lds(
         scores: of the bank's training examples on its queries; a bare array of them will do.
         per: over what one correlation is taken.
         correlation: of ranks, or of values.
-        bootstrap: how many times queries, subsets and seeds are resampled for the standard error.
+        bootstrap: how many times queries and subsets are resampled for the standard error.
         seed: of the bootstrap.
 
     Raises:
@@ -182,15 +185,18 @@ def lds_of(
     bootstrap: int,
     seed: int,
 ) -> list[Measured]:
-    """The LDS of several methods at once: what is resampled is the same for all, and ranking it is most of the work."""
+    """The LDS of several methods at once: what is resampled is the same for all.
+
+    A subset is drawn with the mean of its seeds, whose noise it carries: seeds drawn again would count that twice.
+    """
     if per not in ("query", "subset"):
         raise InputError("per", got=repr(per), expected="'query' or 'subset'")
     done = np.isfinite(losses[:, :, 0])
     finished = done.any(1)
     if finished.sum() < 3:
         raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
-    losses, done = np.nan_to_num(losses[finished].astype(np.float64)), done[finished]
-    subsets, seeds, queries = losses.shape
+    losses = _seed_means(losses[finished].astype(np.float64))
+    subsets, queries = losses.shape
     generator = np.random.default_rng(seed)
 
     def ranked(values: Float[np.ndarray, "subset query"]) -> Float[np.ndarray, "row column"]:
@@ -198,35 +204,19 @@ def lds_of(
         rows = values.T if per == "query" else values
         return scipy.stats.rankdata(rows, axis=1) if correlation == "spearman" else np.ascontiguousarray(rows)
 
-    def over_seeds(weights: Float[np.ndarray, "subset seed"]) -> Float[np.ndarray, "row column"]:
-        share = weights / weights.sum(1, keepdims=True)
-        return ranked(np.einsum("ksq,ks->kq", losses, share))
-
     def resampled(count: int) -> np.ndarray:
         return generator.multinomial(count, np.full(count, 1 / count)).astype(float)
 
     of_subsets, of_queries = np.empty((subsets, bootstrap)), np.empty((queries, bootstrap))
-    of_seeds = np.empty((bootstrap, subsets, seeds))
     for index in range(bootstrap):
         of_subsets[:, index], of_queries[:, index] = resampled(subsets), resampled(queries)
-        if seeds > 1:
-            # Within each subset, among those that it has: a seed that all share would move them alike, and no ranks.
-            counts = done.sum(1)
-            of_seeds[index] = generator.multinomial(counts, done / counts[:, None])
     # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
     columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
 
-    guessed, real = [ranked(predicted[finished]) for predicted in predictions], over_seeds(done.astype(float))
+    guessed, real = [ranked(predicted[finished]) for predicted in predictions], ranked(losses)
     once = np.ones((real.shape[1], 1))
     each = [correlations(one, real, once)[:, 0] for one in guessed]
-    if seeds == 1:
-        replicates = [_resampled_mean(one, real, columns, rows) for one in guessed]
-    else:
-        replicates = [np.empty(bootstrap) for _ in guessed]
-        for index in range(bootstrap):
-            real, one_time = over_seeds(of_seeds[index]), slice(index, index + 1)
-            for found, one in zip(replicates, guessed, strict=True):
-                found[one_time] = _resampled_mean(one, real, columns[:, one_time], rows[:, one_time])
+    replicates = [_resampled_mean(one, real, columns, rows) for one in guessed]
     alike = (per, correlation, bootstrap, seed, losses.shape, zlib.crc32(losses.tobytes()))
     return [
         Measured(float(one.mean()), _spread(found), one, found, alike)
@@ -270,7 +260,8 @@ def correlations(
 
 
 def _spread(replicates: Sequence[float] | Float[np.ndarray, " resample"]) -> float:
-    return float(np.std(replicates, ddof=1)) if len(replicates) > 1 else float("nan")
+    known = np.asarray(replicates)[np.isfinite(replicates)]
+    return float(np.std(known, ddof=1)) if len(known) > 1 else float("nan")
 
 
 @dataclass(frozen=True)
@@ -279,7 +270,7 @@ class Detection:
 
     Attributes:
         auroc: the probability that a mislabelled example is more suspicious than another.
-        inspected: shares of the training set, most suspicious first.
+        inspected: shares of the training set, most suspicious first; those that are equally suspicious at once.
         found: the share of the mislabelled examples among them.
     """
 
@@ -292,7 +283,10 @@ class Detection:
         return f"AUROC {self.auroc}; of the wrong labels {found}"
 
     def found_at(self, share: float) -> float:
-        """Return the share of mislabelled examples found after inspecting a share of the training set."""
+        """Return the share of mislabelled examples found after inspecting a share of the training set.
+
+        Of equally suspicious ones it is the mean over all orders.
+        """
         return float(np.interp(share, self.inspected, self.found))
 
 
@@ -333,12 +327,11 @@ def mislabel_detection(
     groups = suspicion[wrong], suspicion[~wrong]
     # Within each group, so that no replicate lacks one of them.
     replicates = [auroc(*(generator.choice(group, len(group)) for group in groups)) for _ in range(bootstrap)]
-    order = np.argsort(-suspicion, kind="stable")
-    return Detection(
-        Measured(auroc(*groups), _spread(replicates)),
-        np.arange(len(wrong) + 1) / len(wrong),
-        np.concatenate([[0.0], np.cumsum(wrong[order]) / wrong.sum()]),
+    _, tie = np.unique(-suspicion, return_inverse=True)
+    inspected, found = (
+        np.append(0, np.bincount(tie, one).cumsum()) / one.sum() for one in (np.ones(len(wrong)), wrong)
     )
+    return Detection(Measured(auroc(*groups), _spread(replicates)), inspected, found)
 
 
 def self_influence(run: Run, *, normalize: bool = False) -> Float[np.ndarray, " train"]:
@@ -369,7 +362,8 @@ class Removal:
         counts: how many examples were taken away.
         rise: for each method, the mean over its queries of the rise in the query's loss, for each count.
         brittle: for each method, the share of the queries that were right at first and wrong after so many removals
-            or fewer; of blind ones, the share of repeats. None without an observable ``"margin"``.
+            or fewer; of blind ones, the share of repeats. What did not finish does not count, and NaN is what nothing
+            is known of. None without an observable ``"margin"``.
         fewest: for each method and query, the smallest count that made the query wrong, of blind removals in at least
             half of the repeats; None where none did.
         right: how many queries were right at first: what ``brittle`` has shares of.
@@ -382,13 +376,21 @@ class Removal:
     right: int | None = None
 
     def __str__(self) -> str:
+        return "\n\n".join(map(aligned, self.tables))
+
+    @property
+    def tables(self) -> list[list[list[str]]]:
+        """The rise and, where it is known, the brittleness: rows of cells, the first of them a heading."""
         rises = [[_marked(name), *map(str, rise)] for name, rise in self.rise.items()]
-        text = aligned([["rise in the query's loss", *(f"{count:,} removed" for count in self.counts)], *rises])
-        if self.brittle is None:
-            return text
-        shares = [[_marked(name), *(f"{share:.0%}" for share in all_)] for name, all_ in self.brittle.items()]
-        heading = f"turned wrong, of {self.right} right"
-        return f"{text}\n\n{aligned([[heading, *(f'{count:,} or fewer' for count in self.counts)], *shares])}"
+        tables = [[["rise in the query's loss", *(f"{count:,} removed" for count in self.counts)], *rises]]
+        if self.brittle is not None:
+            shares = [
+                [_marked(name), *("?" if np.isnan(share) else f"{share:.0%}" for share in all_)]
+                for name, all_ in self.brittle.items()
+            ]
+            heading = f"turned wrong, of {self.right} right"
+            tables.append([[heading, *(f"{count:,} or fewer" for count in self.counts)], *shares])
+        return tables
 
 
 def _marked(method: str) -> str:
@@ -410,6 +412,10 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
 
     The bank's subsets are those of `removals`. Where it keeps an observable ``"margin"`` (one number a query, positive
     where the model is right), also say how few removals turn a right answer into a wrong one: the brittleness.
+
+    Errors of the rise are those of other queries, other blind picks, and another training on all examples, which every
+    rise is measured from. What one method's rise is above another's, or above the blind one,
+    ``rise["mine"][0] - rise["random"][0]``, does not depend on that training, and has an error of its own.
     """
     require_bank(bank)
     labels = bank.subsets.labels
@@ -418,28 +424,24 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
     methods = list(dict.fromkeys(label["method"] for label in labels if label["k"]))
     counts = sorted({label["k"] for label in labels if label["k"]})
     queries = sorted({label["query"] for label in labels if "query" in label})
-    losses = _seed_means(bank.values())
-    if not np.isfinite(losses[0]).all():
+    losses = bank.values()
+    if not np.isfinite(losses[0]).any():
         raise InputError("bank", got="no retraining on all examples", expected="it, to compare with")
-    generator = np.random.default_rng(seed)
-    rise: dict[str, list[Measured]] = {method: [] for method in methods}
-    for method, k in itertools.product(methods, counts):
-        after = [_after(losses, labels, method, k, query) for query in queries]
-        rises = _means_of_finite(after) - losses[0, queries]
-        real = rises[np.isfinite(rises)]
-        if not len(real):
-            raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
-        means = [generator.choice(real, len(real)).mean() for _ in range(bootstrap)]
-        rise[method].append(Measured(float(real.mean()), _spread(means), rises))
+    rise = _rises(losses.astype(np.float64), labels, methods, counts, queries, bootstrap, seed)
     if "margin" not in bank.observables:
         return Removal(counts, rise, None, None)
-    margins = _seed_means(bank.values("margin"))
+    margins = bank.values("margin")
+    if margins.shape[2:] != (bank.about["queries"],):
+        got = f"margins of shape {margins.shape[2:]}"
+        raise InputError("bank", got=got, expected=f"one for each of {bank.about['queries']} queries")
+    margins = _seed_means(margins)
     brittle: dict[str, list[float]] = {}
     fewest: dict[str, dict[int, int | None]] = {}
     right = [query for query in queries if margins[0, query] > 0]
     for method in methods:
         turned = {query: _turned(margins, labels, method, counts, query) for query in right}
-        brittle[method] = np.mean(list(turned.values()) or [np.zeros(len(counts))], axis=0).tolist()
+        by_count = zip(*turned.values(), strict=True) if turned else [()] * len(counts)
+        brittle[method] = _means_of_finite([np.array(shares, float) for shares in by_count]).tolist()
         fewest[method] = dict.fromkeys(queries) | {
             query: next((k for k, share in zip(counts, shares, strict=True) if share >= 0.5), None)
             for query, shares in turned.items()
@@ -447,19 +449,79 @@ def removal(bank: Bank, *, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Removal
     return Removal(counts, rise, brittle, fewest, len(right))
 
 
+def _rises(
+    values: Float[np.ndarray, "subset seed query"],
+    labels: Sequence[Any],
+    methods: Sequence[str],
+    counts: Sequence[int],
+    queries: Sequence[int],
+    bootstrap: int,
+    seed: int,
+) -> dict[str, list[Measured]]:
+    """The rise of each method for each count, all from the same resampled queries, repeats and first training.
+
+    A query brings the noise of the retraining that was done for it, and a repeat that of its own: no seed of those is
+    drawn again. The training on all examples is one for all, so its noise is that of seeds.
+    """
+    generator, losses = np.random.default_rng(seed), _seed_means(values)
+    alike = ("removal", bootstrap, seed, values.shape, zlib.crc32(values.tobytes()))
+    blind = {k: [row for row, one in enumerate(labels) if (one["method"], one["k"]) == ("random", k)] for k in counts}
+    groups = [one[np.isfinite(one).all(1)] for one in values]
+    seeded = any(len(group) > 1 for group in groups)
+    if not seeded:
+        # Blind removals of the fewest stand in for seeds: they differ by those, and by the examples besides.
+        groups = [losses[rows][np.isfinite(losses[rows]).all(1)] for rows in blind.values()]
+        groups = [group for group in groups if len(group) > 1][:1]
+    noise = [(group - group.mean(0)) * np.sqrt(len(group) / (len(group) - 1)) for group in groups if len(group) > 1]
+    noise = np.concatenate([one[:, queries] for one in noise] or [np.zeros((1, len(queries)))])
+    known = seeded or (len(groups) > 0 and len(queries) > 1)
+
+    def often(count: int) -> Float[np.ndarray, "resample one"]:
+        """Draw one fewer than there are, whose mean varies as that of all does in reality."""
+        return generator.multinomial(max(count - 1, 1), np.full(count, 1 / count), size=bootstrap).astype(float)
+
+    def again(row: int) -> Float[np.ndarray, "resample query"]:
+        """By how much the losses of a subset differ if it is trained on with other seeds."""
+        seeds = int(np.isfinite(values[row, :, 0]).sum())
+        return noise[generator.integers(len(noise), size=(bootstrap, seeds))].mean(1)
+
+    of_queries, at_first = often(len(queries)), again(0)
+    rise: dict[str, list[Measured]] = {method: [] for method in methods}
+    for k, method in itertools.product(counts, methods):
+        rises = _means_of_finite([_after(losses, labels, method, k, query) for query in queries]) - losses[0, queries]
+        real = np.isfinite(rises)
+        if not real.any():
+            raise InputError("bank", got=f"no finished removal of {k} by {method}", expected="at least one")
+        changes = rises - at_first
+        if method == "random":
+            after = losses[np.ix_(blind[k], queries)]
+            after = after[np.isfinite(after).all(1)]
+            drawn = often(len(after))
+            changes += drawn @ after / drawn.sum(1, keepdims=True) - after.mean(0)
+            enough = len(after) > 1
+        elif len(queries) == 1:
+            row = next(row for row, one in enumerate(labels) if (one["method"], one["k"]) == (method, k))
+            changes, enough = changes + again(row), seeded
+        else:
+            enough = real.sum() > 1
+        weights = of_queries * real
+        with np.errstate(invalid="ignore"):
+            replicates = (weights * np.where(real, changes, 0)).sum(1) / weights.sum(1)
+        replicates = replicates if enough else np.full(bootstrap, np.nan)
+        error = _spread(replicates) if known else float("nan")
+        rise[method].append(Measured(float(rises[real].mean()), error, rises, replicates, alike))
+    return rise
+
+
 def _turned(values: np.ndarray, labels: Sequence[Any], method: str, counts: Sequence[int], query: int) -> list[float]:
     """For each count, the share of the repeats in which so many removals, or fewer, made a query's margin negative.
 
-    Each repeat counts by itself: the mean of several margins is steadier than one, and would turn too seldom.
+    Each repeat counts by itself: the mean of several margins is steadier than one, and would turn too seldom. NaN
+    where none of this count finished.
     """
-    turned: dict[int, bool] = {}
-    shares = []
-    for k in counts:
-        for repeat, value in enumerate(_after(values, labels, method, k, query)):
-            if np.isfinite(value):
-                turned[repeat] = turned.get(repeat, False) or bool(value < 0)
-        shares.append(float(np.mean(list(turned.values()) or [False])))
-    return shares
+    after = np.array([_after(values, labels, method, k, query) for k in counts])
+    turned = np.where(np.isfinite(after), np.logical_or.accumulate(after < 0), np.nan)
+    return _means_of_finite([*turned]).tolist()
 
 
 def _after(

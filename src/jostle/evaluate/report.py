@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from jostle.attributors import bm25, query_difficulty, random_scores, subset_size
 from jostle.conditioning import Kappa
@@ -88,6 +88,7 @@ class Report:
         summary: of the bank, with its failures.
         repeatability: of the retrained losses themselves; see `jostle.evaluate.repeatability`.
         removed: of a bank of removals, what they did.
+        remarks: what looks like a mistake.
     """
 
     rows: list[Row]
@@ -95,13 +96,30 @@ class Report:
     summary: Mapping[str, Any]
     repeatability: float | None = None
     removed: Removal | None = None
+    remarks: Sequence[str] = ()
 
     def __str__(self) -> str:
-        about = str(self.summary["text"])
-        if self.removed is not None:
-            return f"{about}\n\n{self.removed}"
+        return "\n\n".join(["\n".join(self.about), *map(aligned, self.tables), "\n".join(self.notes)])
+
+    @property
+    def about(self) -> list[str]:
+        """Of what bank it is."""
+        text = [str(self.summary["text"])]
         if self.repeatability is not None:
-            about += f"\nrepeatability of their losses: {self.repeatability:.2f}"
+            text.append(f"repeatability of their losses: {self.repeatability:.2f}")
+        return text
+
+    @property
+    def notes(self) -> list[str]:
+        """How its tables are read."""
+        headline = "per query is the headline; per subset is the paper's, where knowing how hard a query is suffices"
+        return ["± is a 95 % interval", *([headline] if self.kind == "random" else []), *self.remarks]
+
+    @property
+    def tables(self) -> list[list[list[str]]]:
+        """What is printed: rows of cells, the first of them a heading."""
+        if self.removed is not None:
+            return self.removed.tables
         random = self.kind == "random"
         columns = [["method", *(row.name for row in self.rows)]]
         columns.append(["LDS per query" if random else "leave-one-out", *(str(row.per_query) for row in self.rows)])
@@ -110,7 +128,9 @@ class Report:
         if any(row.mislabels is not None for row in self.rows):
             found = ("" if row.mislabels is None else str(row.mislabels.auroc) for row in self.rows)
             columns.append(["AUROC of mislabels", *found])
-        return f"{about}\n\n{aligned([*zip(*columns, strict=True)])}\n\n± is a 95 % interval"
+        if any(row.seconds is not None for row in self.rows):
+            columns.append(["seconds", *("" if row.seconds is None else f"{row.seconds:.1f}" for row in self.rows)])
+        return [[list(row) for row in zip(*columns, strict=True)]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
@@ -124,7 +144,11 @@ class Report:
             plain["removal"] = {
                 "counts": self.removed.counts,
                 "rise": {name: [one.to_dict() for one in all_] for name, all_ in self.removed.rise.items()},
-                "brittle": self.removed.brittle,
+                "brittle": self.removed.brittle
+                and {
+                    name: [None if np.isnan(share) else share for share in shares]
+                    for name, shares in self.removed.brittle.items()
+                },
                 "right": self.removed.right,
             }
         return plain
@@ -160,12 +184,13 @@ def compare(
     Args:
         bank: the retrainings.
         scores: the methods, by name: `Scores`, or bare arrays of them.
-        texts: the words or tokens of every training text and of every query, for the control BM25.
+        texts: the words or tokens of every training text and of every query, for the control BM25; it is left out
+            where they have none in common.
         controls: random scores, the difficulty of queries alone (their mean losses in the bank itself, the best that
             such a control can know), and the size of the subset alone.
         seconds: what each method took.
         mislabels: what each method's self-influence finds.
-        bootstrap: how many times queries, subsets and seeds are resampled.
+        bootstrap: how many times queries and subsets are resampled.
         seed: of the bootstrap and the controls.
     """
     require_bank(bank)
@@ -188,7 +213,9 @@ def compare(
             "subset size": subset_size(train, query, seed=seed + 2),
         }
         if texts is not None:
-            blind["BM25"] = bm25(*texts)
+            overlap = bm25(*texts)
+            if np.ptp(overlap.values, axis=0).any():  # no word in common is no rank
+                blind["BM25"] = overlap
     for name in filter(blind.__contains__, methods):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
     named = {**methods, **blind}
@@ -204,7 +231,23 @@ def compare(
         Row(name, name in blind, headline, papers, (seconds or {}).get(name), (mislabels or {}).get(name))
         for name, headline, papers in zip(named, per_query, per_subset, strict=True)
     ]
-    return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank))
+    return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank), remarks=_remarks(losses, methods))
+
+
+def _remarks(losses: Float[np.ndarray, "subset seed query"], methods: Mapping[str, Scores]) -> list[str]:
+    """What is likely to be a mistake of the training, and which queries a method says nothing of."""
+    found = []
+    finished = losses[np.isfinite(losses).all((1, 2))]
+    if len(finished) > 1 and losses.shape[1] > 1 and (finished == finished[:, :1]).all():
+        found.append("all seeds of a subset have the same losses: does the training use its seed?")
+    if len(finished) > 1 and (finished == finished[:1]).all():
+        found.append("the losses are the same whatever the subset is: does the training use its indices?")
+    for name, scores in methods.items():
+        constant = int((np.ptp(scores.values, axis=0) == 0).sum())
+        if constant:
+            every = "queries have one score for every training example, and count as an LDS of 0"
+            found.append(f"{name}: {constant} of {scores.values.shape[1]} {every}")
+    return found
 
 
 def read_scores(
@@ -213,6 +256,7 @@ def read_scores(
     """Read runs and files of scores, each ``[NAME=]PATH``: scores, seconds, detections, and texts where a run has any.
 
     A run gives two rows, covariance and correlation, and two more where it is to be read at a ``kappa`` as well.
+    Without a run, ``kappa`` and ``mislabelled`` are refused: files have neither draws nor self-influence.
     """
     scores: dict[str, Scores] = {}
     seconds: dict[str, float] = {}
@@ -220,6 +264,10 @@ def read_scores(
     texts = None
     named = [_named(source) for source in sources]
     runs = sum(path.is_dir() for _, path in named)
+    for name, given in (("mislabelled", mislabelled is not None), ("kappa", bool(kappa))):
+        if given and not runs:
+            got = "files of scores" if named else "nothing"
+            raise InputError(name, got=f"{got} to apply it to", expected="a run", fix=f"leave --{name} out")
 
     def add(name: str, given: Scores, took: float | None) -> None:
         if name in scores:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jostle.errors import InputError
-from jostle.evaluate.inputs import Given, named_scores
+from jostle.evaluate.inputs import Given, named_scores, require_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +105,8 @@ def removals(
         raise InputError("queries", got=list(queries), expected=f"indices from 0 to {columns - 1}")
     if not all(0 < k < of for k in counts):
         raise InputError("counts", got=list(counts), expected=f"numbers from 1 to {of - 1}")
+    for given in methods.values():
+        require_ranks(given)
     rows, labels = [np.ones(of, bool)], [{"method": "none", "k": 0}]
 
     def add(removed: np.ndarray, **label: Any) -> None:
@@ -113,7 +115,7 @@ def removals(
         rows.append(row)
         labels.append(label)
 
-    for k in counts:
+    for k in map(int, counts):  # numpy's own cannot be written into bank.json
         for repeat in range(random):
             add(np.random.default_rng((seed, k, repeat)).permutation(of)[:k], method="random", k=k, repeat=repeat)
         for name, given in methods.items():

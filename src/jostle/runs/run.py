@@ -24,6 +24,7 @@ from jostle.conditioning import (
     most_supported,
     supports,
 )
+from jostle.config import fingerprint_names
 from jostle.diagnose import diagnose, diagnose_sums, plots, read_sample
 from jostle.errors import ChainsFailedError, EstimateWarning, InputError, warn
 from jostle.estimate import (
@@ -498,6 +499,8 @@ class Run:
         if estimate.remark is not None:
             warn(estimate.remark, EstimateWarning)
         values = np.negative(estimate.values, out=estimate.values)
+        names = self.manifest.get("moving_parameters")  # an older one may lack it
+        moving = {} if names is None else {"moving": fingerprint_names(names)}
         return Scores(
             values=values,
             method="bif",
@@ -507,7 +510,7 @@ class Run:
             degrees_of_freedom=estimate.degrees_of_freedom,
             provenance={
                 "jostle": self.manifest["jostle"],
-                "fingerprints": self.manifest["fingerprints"],
+                "fingerprints": {**self.manifest["fingerprints"], **moving},
                 "between_chain_share": estimate.between_chain_share,
                 **provenance,
             },
