@@ -38,7 +38,7 @@ from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
 from jostle.scores import Scores
 
-DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""
 
 DEFAULT_RULE = "baoab"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import jostle
 from architectures import tiny
 from jostle.attributors import exact_influence, gradient_similarity, query_difficulty, random_scores, subset_size
-from jostle.errors import RetrainingFailedWarning
+from jostle.errors import EstimateWarning, RetrainingFailedWarning
 from jostle.evaluate import (
     Bank,
     compare,
@@ -40,7 +40,7 @@ from jostle.evaluate import (
     self_influence,
 )
 from jostle.evaluate.bank import Measure
-from jostle.evaluate.report import draw_removal
+from jostle.evaluate.report import draw_removal, read_scores
 from jostle.scores import Scores
 from test_commands import jostle_command
 
@@ -1093,6 +1093,16 @@ def test_the_command_on_removals(place: Path) -> None:
     refused = jostle_command("evaluate", place / "removed", place / "run")
     assert refused.exit_code == 2
     assert "the bank was made from them" in refused.stderr
+
+
+def test_a_run_without_traces_is_read_without_kappa_and_says_so(place: Path, tmp_path: Path) -> None:
+    jostle.attribute(
+        fit(np.arange(40), 0), TRAIN_SET, QUERY_SET, chains=2, draws=4, keep="covariance", out=tmp_path / "sums",
+        sampler=jostle.Gaussian(), posterior=jostle.Posterior(n_beta=0, localization=100), progress=False,
+    )  # fmt: skip
+    with pytest.warns(EstimateWarning, match="sums has no traces to read at a κ, and is read as it is"):
+        scores, *_ = read_scores([str(tmp_path / "sums"), str(place / "run")], kappa=10.0)
+    assert [name for name in scores if "κ" in name] == ["BIF run covariance, κ = 10", "BIF run correlation, κ = 10"]
 
 
 def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:

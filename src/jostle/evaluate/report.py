@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from jostle.attributors import bm25, query_difficulty, random_scores, subset_size
 from jostle.conditioning import Kappa
 from jostle.diagnose import plots
-from jostle.errors import InputError
+from jostle.errors import EstimateWarning, InputError, warn
 from jostle.evaluate.bank import Bank, require_bank
 from jostle.evaluate.inputs import Given, named_scores
 from jostle.evaluate.metrics import (
@@ -282,8 +282,10 @@ def read_scores(
         if path.is_dir():
             run = load(path)
             name = given or ("BIF" if runs == 1 else f"BIF {path.name}")
-            # Without its traces a run is read as it is.
-            read_at: tuple[Kappa, ...] = (0.0, kappa) if kappa and run.config["keep"] == "traces" else (0.0,)
+            drawn = run.config["keep"] == "traces"
+            if kappa and not drawn:
+                warn(f"{path} has no traces to read at a κ, and is read as it is", EstimateWarning)
+            read_at: tuple[Kappa, ...] = (0.0, kappa) if kappa and drawn else (0.0,)
             for held, kind in itertools.product(read_at, ("covariance", "correlation")):
                 influence = run.influence(normalize=kind == "correlation", kappa=held)
                 at = f", κ = {influence.provenance['kappa']:g}" if held else ""
