@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from jostle import __version__
+from jostle.traces.tensor_files import replace_file
 
 
 def environment() -> dict[str, Any]:
@@ -38,13 +38,5 @@ def environment() -> dict[str, Any]:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a record with its environment."""
-    text = json.dumps({"environment": environment(), **record}, indent=2, default=float) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text))
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    write(temporary)
-    os.replace(temporary, path)
+    replace_file(path, json.dumps({"environment": environment(), **record}, indent=2, default=float) + "\n")

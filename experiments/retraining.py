@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from benchmarks.environment import write_record, write_whole
+from benchmarks.environment import write_record
 from torch import nn
 
 import jostle
@@ -37,6 +38,7 @@ from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
 from jostle.scores import Scores
+from jostle.traces.tensor_files import replace_file
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""
@@ -306,8 +308,7 @@ class Setting:
         if "localization" not in options:
             path = work / f"calibration-{options['batch_size']}.json"
             if not path.is_file():  # a run goes on only with exactly the same settings
-                text = json.dumps(self.calibrate(DEFAULT_RULE, options["batch_size"], budget))
-                write_whole(path, lambda temporary: temporary.write_text(text))
+                replace_file(path, json.dumps(self.calibrate(DEFAULT_RULE, options["batch_size"], budget)))
             chosen = json.loads(path.read_text())
             seconds = chosen["seconds"]
             print(f"  calibrated: {chosen}", flush=True)
@@ -537,7 +538,10 @@ def analysed_model(
     budget.check()
     started = time.perf_counter()
     model = trained()
-    write_whole(checkpoint, lambda temporary: torch.save(model.state_dict(), temporary))
+    written = io.BytesIO()
+    torch.save(model.state_dict(), written)
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(checkpoint, written.getvalue())
     record.add_seconds("the model that is analysed", time.perf_counter() - started)
     return model
 

@@ -14,7 +14,7 @@ import importlib
 import json
 import tempfile
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from jostle.errors import InputError
 from jostle.losses import OURS, Batch, Loss, at_least_float32, keep_logits_whole
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
-from jostle.models.weights import MovingWeights, WeightSelection
+from jostle.models.weights import MovingWeights, WeightSelection, owners
 from jostle.scores import Scores
 
 PROBED = 2
@@ -287,17 +287,14 @@ def _layers(model: nn.Module, weights: WeightSelection, calls: Counter[str]) -> 
 
     It takes a layer's bias along with its weight, and gives a weight that two layers share to one of them.
     """
-    moving, owners = set(MovingWeights(model, weights).names), defaultdict[Tensor, int](int)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter] += 1
+    moving, modules = set(MovingWeights(model, weights).names), owners(model)
     layers = [
         name
         for name, module in model.named_modules()
         if _factorable(module)
         and calls[name]
         and all(
-            _parameter(name, own) in moving and owners[parameter] == 1
+            _parameter(name, own) in moving and modules[parameter] == 1
             for own, parameter in module.named_parameters(recurse=False)
         )
     ]

@@ -11,7 +11,6 @@ so that a layer counts by how many weights it has.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode
 from jostle.models.in_place import InPlace
-from jostle.models.weights import MovingWeights, WeightSelection
+from jostle.models.weights import MovingWeights, WeightSelection, owners
 
 Metric = Literal["isotropic", "layers", "adam"]
 
@@ -116,9 +115,9 @@ def _of_layers(moving: MovingWeights, squares: Float[Tensor, " weight"]) -> Floa
 
 def _require_untied(model: nn.Module, moving: MovingWeights) -> None:
     """A tensor that two modules share would be two after one of them is written in other units."""
-    places = Counter(id(value) for module in model.modules() for value in module.parameters(recurse=False))
+    modules = owners(model)
     for name in moving.names:
-        if places[id(model.get_parameter(name))] > 1:
+        if modules[model.get_parameter(name)] > 1:
             shared, expected = f"{name}, which several modules share", "weights that belong to one module each"
             raise InputError("weights", got=shared, expected=expected, fix="leave it out")
 

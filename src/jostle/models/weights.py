@@ -22,6 +22,7 @@ import fnmatch
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -156,6 +157,11 @@ class MovingWeights:
             name: part.view(shape).to(dtype)
             for name, part, shape, dtype in zip(self.names, parts, self.shapes, self._dtypes, strict=True)
         }
+
+
+def owners(model: nn.Module) -> Counter[Tensor]:
+    """How many modules have each parameter for their own."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def _select(model: nn.Module, selection: WeightSelection) -> dict[str, nn.Parameter]:
