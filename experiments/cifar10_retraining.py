@@ -61,6 +61,9 @@ BIF: dict[str, dict[str, Any]] = {
 }
 """Those without a localization are calibrated (`jostle.calibrate`, which sees no retraining)."""
 
+TABLE_ALONE = "no gradient, toward|draws, layers alike|layers alike, correlation|GradSim, layers alike|1e-8"
+"""What has a row in the table, and no line in the figures: more of them cannot be told apart."""
+
 
 class Images:
     """CIFAR-10 on the device, normalized, its training images in an order of the seed: first those to warm up on.
@@ -304,11 +307,12 @@ def main() -> None:
             if name.endswith(f"alpha_attribution {share:g}") and all(f"{a:g}" in found for a in arguments.retrain)
         }
         if chosen:
-            draw(arguments.record.with_name(f"{arguments.record.stem}-{share:g}.png"), chosen, "alpha_retrain")
+            draw(arguments.record.with_name(f"{arguments.record.stem}-{share:g}.png"), chosen, "alpha_retrain",
+                 leave_out=TABLE_ALONE)  # fmt: skip
         for name, found in chosen.items() if len(chosen) > 1 else ():
             seed = name.split(",")[0].replace(" ", "-")
             path = arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png")
-            draw(path, {name: found}, "alpha_retrain", list(chosen.values()))
+            draw(path, {name: found}, "alpha_retrain", list(chosen.values()), TABLE_ALONE)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from experiments.retraining import DAMPINGS, READ, TOLD
 BEST, OF_THE_TRAINING = "EK-FAC, best damping", ", κ of the training"
 """Lines of which each bank has a point by another name."""
 
+AT_ZERO = {"gradient cosine": "correlation", "GradSim": "covariance"}
+"""What the first order is where nothing is held."""
+
 REFERENCE = "EK-FAC, default damping"
 """What all others are compared with, on the same seeds."""
 
@@ -38,9 +41,9 @@ def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | N
     return max(tried, key=lambda name: methods[name][metric], default=None)
 
 
-def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def shown_methods(settings: Sequence[Mapping[str, Any]], leave_out: str = "(?!)") -> list[str]:
     """What a figure has room for: correlations, no dampings that were only tried, one run that is read twice, and
-    what is read as each bank's training says.
+    what is read as each bank's training says; nothing whose name has in it what matches ``leave_out``.
 
     Of several seeds, what was measured on all of them: seeds are easier and harder, so that others cannot be compared.
     Of a family that has none such, all its lines.
@@ -54,7 +57,7 @@ def shown_methods(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     left_out = (", seed", "sweep", "covariance", "read at κ")
     plain = [name for name in first if name not in tried and not any(part in name for part in left_out)]
     best = [BEST] if any(name.startswith("EK-FAC") for name in first) else []
-    chosen = [*plain, *twice, *told, *best]
+    chosen = [name for name in (*plain, *twice, *told, *best) if not re.search(leave_out, name)]
     everywhere = [name for name in chosen if _count(name, settings) == len(settings)]
     families = {_family(name) for name in everywhere}
     return [name for name in chosen if name in everywhere or _family(name) not in families]
@@ -96,7 +99,15 @@ def row_of(name: str, bank: str, methods: Mapping[str, Any]) -> Mapping[str, Any
         name = best_ekfac(methods) or ""
     elif name.endswith(OF_THE_TRAINING):
         name = f"{name.removesuffix(OF_THE_TRAINING)}, correlation, read at κ = {TOLD}{bank}"
-    return methods.get(name)
+    return methods.get(name) or _at_zero(name, methods)
+
+
+def _at_zero(name: str, methods: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The same scores as the first order has them, which took another time."""
+    kind, _, unit = name.partition(", ")
+    pattern = f"first order, [0-9.]+ labels?{unit and ', '}{unit}, {AT_ZERO.get(kind)}, read at κ = 0"
+    found = (row for other, row in methods.items() if kind in AT_ZERO and re.fullmatch(pattern, other))
+    return next(({key: value for key, value in row.items() if key != "seconds"} for row in found), None)
 
 
 def _told(name: str, kind: str) -> bool:
@@ -109,11 +120,12 @@ def draw(
     measured: Mapping[str, Mapping[str, Any]],
     xlabel: str,
     among: Sequence[Mapping[str, Any]] = (),
+    leave_out: str = "(?!)",
 ) -> None:
     """LDS of every method against what the banks of a setting differ in, and how far from EK-FAC as it ships; error
     bars over settings (seeds), or by bootstrap where there is one setting. Beside it, seconds.
 
-    Of one seed ``among`` others, what is shown of all of them.
+    Of one seed ``among`` others, what is shown of all of them; see `shown_methods` for what to ``leave_out``.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -125,7 +137,7 @@ def draw(
         return
     figure = Figure(figsize=(19, 7), layout="constrained")
     panels = figure.subplots(1, 4, width_ratios=[1, 1, 1, 0.7])
-    chosen = shown_methods(among or settings)
+    chosen = shown_methods(among or settings, leave_out)
     rows_of_all = [row for setting in settings for found in setting.values() for row in found["methods"].items()]
     controls = {name for name, row in rows_of_all if row["control"]}
     for name, look in looks(chosen, controls).items():
@@ -160,6 +172,7 @@ def draw(
     panels[3].set(xlabel="seconds (EK-FAC: with its fit)")
     panels[3].set_title("time", fontsize=10)
     panels[3].set_xscale("log")
+    panels[3].set_xlim(left=min([1.0, *(bar.get_width() / 2 for bar in panels[3].patches)]))  # all begin at one place
     panels[3].tick_params("y", labelsize=8)
     panels[3].xaxis.set(
         major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=StrMethodFormatter("{x:g}"),

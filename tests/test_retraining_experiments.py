@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import resource
 import time
@@ -287,6 +288,7 @@ def test_lines_over_banks_and_seeds(tmp_path: Path) -> None:
         "BIF no gradient, correlation, read at κ = 10", told, BEST,
     ]  # fmt: skip
     assert "TRAK" in shown_methods(settings[:1])
+    assert shown_methods(settings, "no gradient|TRAK") == ["random", "GradSim", REFERENCE, told, BEST]
 
     def rows(name: str, bank: str) -> list[Any]:
         return [row_of(name, bank, setting[bank]["methods"]) for setting in settings]
@@ -302,6 +304,19 @@ def test_lines_over_banks_and_seeds(tmp_path: Path) -> None:
     assert _difference(rows(told, "0.1"), rows(REFERENCE, "0.1")) == pytest.approx((0.2, 0.0))
     assert _difference(rows(BEST, "0.1"), rows(REFERENCE, "0.1")) == pytest.approx((0.16, 0.04))
     assert _difference(rows("none", "0.1"), rows(REFERENCE, "0.1")) is None
+    # Where gradients were not asked for, the first order that holds nothing has their scores, not their time.
+    held = {
+        f"first order, 0.1 label{unit}, {kind}, read at κ = {kappa}": synthetic(value + kappa)
+        for value, (unit, kind) in enumerate(itertools.product(("", ", layers alike"), ("correlation", "covariance")))
+        for kappa in (10, 0)
+    }
+    for name, value in {"gradient cosine": 0, "GradSim": 1, "GradSim, layers alike": 3}.items():
+        row = row_of(name, "0.1", held)
+        assert row is not None
+        assert row["per_query"] == value
+        assert "seconds" not in row
+        assert row_of(name, "0.1", {**held, name: synthetic(7)}) == synthetic(7)
+    assert row_of("TRAK", "0.1", held) is None
     draw(tmp_path / "seeds.png", measured, "alpha_retrain")
     draw(tmp_path / "seed.png", {"seed 1": settings[1]}, "alpha_retrain", settings)
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("seeds", "seed"))
