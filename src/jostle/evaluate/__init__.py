@@ -14,6 +14,7 @@ from jostle.evaluate.metrics import (
 )
 from jostle.evaluate.report import Report, Row, compare
 from jostle.evaluate.subsets import Subsets, leave_one_out, random_subsets, removals
+from jostle.evaluate.training import Trainer
 
 __all__ = [
     "Bank",
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Row",
     "Subsets",
+    "Trainer",
     "compare",
     "lds",
     "leave_one_out",

@@ -13,7 +13,10 @@ Every retraining is stored when it is done, whole or not at all, and is never do
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import logging
 import os
 import time
 import traceback
@@ -34,9 +37,12 @@ from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.inputs import Given, require_ranks, scores_of
 from jostle.evaluate.subsets import Subsets
+from jostle.evaluate.training import Trainer
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
+
+log = logging.getLogger("jostle")
 
 FORMAT = 1
 LOSS = "loss"
@@ -329,7 +335,8 @@ def retrain(
     raises, returns a model of another shape, or ends its process of ``jobs`` is recorded and the others go on.
 
     Args:
-        train_function: ``train(indices, seed) -> model``. All its randomness should come from the seed.
+        train_function: ``train(indices, seed) -> model``. All its randomness should come from the seed. A `Trainer`
+            trains many small models at once, where that is quicker.
         train: the training examples, of which subsets are taken; only their fingerprint and number are used here.
         query: the examples whose losses are kept.
         subsets: `random_subsets`, `leave_one_out` or `removals`.
@@ -380,6 +387,13 @@ def retrain(
     todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
     unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
     every, failed = len(subsets) * seeds, unfinished - len(todo)
+    at_once = 1
+    if isinstance(train_function, Trainer) and todo:
+        # Those that can be trained at once stand side by side; every process has some.
+        todo.sort(key=lambda pair: (pair[1], int(subsets.members[pair[0]].sum())))
+        most = train_function.most_at_once([(subsets.indices(subset), seed) for subset, seed in todo])
+        processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
+        at_once = min(most, -(-len(todo) // processes(jobs)))
 
     def how_far() -> str:
         """What earlier calls did counts, too."""
@@ -396,16 +410,17 @@ def retrain(
 
             def tasks(begun: list[tuple[int, int]] = begun) -> Iterator[Any]:
                 while deadline is None or time.monotonic() <= deadline:
-                    pair = next(left, None)
-                    if pair is None:
+                    group = list(itertools.islice(left, 1 if alone else at_once))
+                    if not group:
                         return
-                    begun.append(pair)
-                    yield joblib.delayed(_retrain_once)(train_function, measure, subsets.indices(pair[0]), *pair)
+                    begun.extend(group)
+                    indices = [subsets.indices(subset) for subset, _ in group]
+                    yield joblib.delayed(_retrain)(train_function, measure, indices, group)
 
             parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
             broken = False
             try:
-                for outcome in parallel(tasks()):
+                for outcome in itertools.chain.from_iterable(parallel(tasks())):
                     begun.remove((outcome.subset, outcome.seed))
                     yield outcome
             except TerminatedWorkerError:
@@ -465,12 +480,26 @@ class _Outcome:
     traceback: str = ""
 
 
-def _retrain_once(
-    train_function: TrainFunction, measure: Measure, indices: np.ndarray, subset: int, seed: int
-) -> _Outcome:
-    """One retraining, wherever it runs; what goes wrong in it is a result."""
+def _retrain(
+    train_function: TrainFunction, measure: Measure, indices: list[np.ndarray], pairs: list[tuple[int, int]]
+) -> list[_Outcome]:
+    """Several retrainings at once, wherever they run; one by one where that fails, to tell which it was."""
+    trains: list[Callable[[], Any]] = [
+        functools.partial(train_function, own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)
+    ]
+    if isinstance(train_function, Trainer) and len(pairs) > 1:
+        try:
+            models = train_function.together([(own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)])
+            trains = [functools.partial(lambda model: model, model) for model in models]
+        except Exception as error:  # the user's code may raise anything
+            log.warning("%d models at once failed (%s), so they are trained one by one", len(pairs), error)
+    return [_outcome(train, measure, *pair) for train, pair in zip(trains, pairs, strict=True)]
+
+
+def _outcome(train: Callable[[], Any], measure: Measure, subset: int, seed: int) -> _Outcome:
+    """One retraining; what goes wrong in it is a result."""
     try:
-        model = train_function(indices, seed)
+        model = train()
         if not isinstance(model, nn.Module):
             return _Outcome(subset, seed, {}, {}, f"train returned a {type(model).__name__}, not a torch.nn.Module")
         return _Outcome(subset, seed, measure(model), shapes_of(model))

@@ -58,7 +58,7 @@ class FunctionalModel:
         self.model, self.moving, self.crew = model, moving, Crew()
         self.bfloat16 = bfloat16
         self._said_short = False
-        self._places = _places(model, moving.names)
+        self._places = places_of(model, moving.names)
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
         self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -77,7 +77,7 @@ class FunctionalModel:
             for place in self._places[name]
         }
         with self.precision():
-            return functional_call(_Call(self.model, function), weights, inputs, tie_weights=False)
+            return functional_call(Called(self.model, function), weights, inputs, tie_weights=False)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Compute as was asked for."""
@@ -210,7 +210,7 @@ class SideBySide(FunctionalModel):
         return function(*inputs) if self._graphs is None else self._graphs.run(name, function, *inputs)
 
 
-def _places(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
+def places_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
     """Under which names each weight is substituted: once in every module that has it.
 
     Where a module has two names itself, `functional_call` would substitute twice, take the first substitute for what
@@ -224,7 +224,7 @@ def _places(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
     return {name: list(found[id(model.get_parameter(name))].values()) for name in names}
 
 
-class _Call(nn.Module):
+class Called(nn.Module):
     """Any function of a model as a module, so that weights can be substituted while it runs."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Tensor]) -> None:
@@ -232,6 +232,7 @@ class _Call(nn.Module):
         self.model, self.function = model, function
 
     def forward(self, *inputs: Any) -> Tensor:
+        """Call it."""
         return self.function(self.model, *inputs)
 
 
