@@ -2,6 +2,7 @@
 
 python -m benchmarks.run small                        # ratios, in a minute, on any machine
 python -m benchmarks.run chains                       # 8 chains on a CPU, in every way
+python -m benchmarks.run training                     # many small models on subsets, one by one and at once
 python -m benchmarks.run 14m 410m 2.8b resnet9 scores # on a GPU; beside devinterp where that is installed
 python -m benchmarks.run cifar10                      # on a GPU; all scores of the paper's setting, beside EK-FAC
 python -m benchmarks.run 410m --ways "jostle compiled" --profile   # and which kernels take how long
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import chains, language, scores_memory, small, vision
+from benchmarks import chains, language, scores_memory, small, training, vision
 from benchmarks.environment import environment, write_record
 
-WORKLOADS = ["small", "chains", "resnet9", "cifar10", "scores", *language.SHAPES]
+WORKLOADS = ["small", "chains", "training", "resnet9", "cifar10", "scores", *language.SHAPES]
 
 REGRESSION = 2.0
 """By what factor a ratio may fall below its record: more than machines and their moods differ."""
@@ -111,6 +112,8 @@ def main() -> None:
             record["workloads"][name] = run_small(small.RATIOS, before)
         elif name == "chains":
             record["workloads"][name] = chains.bench()
+        elif name == "training":
+            record["workloads"][name] = training.bench()
         else:  # on a GPU, which is a little different every time
             peak = 1e12 * record["matmul_peak_tflops"]
             here = {**record, **environment()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import jostle
+from jostle.evaluate import Trainer
 from reference import LinearGaussian
 from test_ground_truth import REGRESSION, z_scores
 
@@ -156,3 +157,22 @@ def test_a_recorded_fine_tuning_is_the_plain_one() -> None:
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
     assert recorded.graph is not None
     assert plain.graph is None
+
+
+def test_many_models_are_trained_at_once_as_one_by_one() -> None:
+    random = torch.Generator().manual_seed(0)
+    X, y = torch.randn(60, 3, 8, 8, generator=random), torch.randint(4, (60,), generator=random)
+
+    def new_model(seed: int) -> torch.nn.Module:
+        layers = torch.nn.Conv2d(3, 5, 3), torch.nn.BatchNorm2d(5), torch.nn.Tanh(), torch.nn.Flatten()
+        return torch.nn.Sequential(*layers, torch.nn.Linear(180, 4)).double().cuda()
+
+    train = Trainer(
+        new_model, (X.double(), y), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), epochs=4, batch_size=10,
+        at_once=5,
+    )  # fmt: skip
+    jobs = [(np.random.default_rng(seed).choice(60, 30, replace=False), seed) for seed in range(5)]
+    assert train.most_at_once(jobs) == 5
+    for one, job in zip(train.together(jobs), jobs, strict=True):
+        for got, expected in zip(one.state_dict().values(), train(*job).state_dict().values(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)

@@ -209,11 +209,12 @@ def test_how_many_at_once_is_found_by_trying(caplog: pytest.LogCaptureFixture, m
     monkeypatch.setattr(train, "_steps_a_second", rate)
     assert train.most_at_once(jobs_of(300)) == 16  # 64 are hardly quicker, and 256 are not tried then
     assert tried == [1, 4, 16, 64]
-    assert "16 at once (900 steps a second; one by one 100)" in caplog.text
+    assert "16 at once: 900 steps a second; one by one 100" in caplog.text
     rates[9] = 500.0
     assert train.most_at_once(jobs_of(9)) == 9
     rates[4] = 105.0
     assert train.most_at_once(jobs_of(9)) == 1
+    assert "one by one: 4 at once make no more steps a second" in caplog.text
 
     def out_of_memory(jobs: Any) -> float:
         if len(jobs) > 4:

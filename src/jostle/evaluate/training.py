@@ -113,17 +113,17 @@ class Trainer:
         if self.at_once is not None:
             return self.at_once
         rates: dict[int, float] = {}
-        best = 1
+        best = count = 1
         for count in sorted({min(count, len(jobs)) for count in TRIED}):
             with contextlib.suppress(torch.OutOfMemoryError):
                 rates[count] = self._steps_a_second(jobs[:count])
             if count > 1 and rates.get(count, 0.0) < WORTH_IT * rates[best]:
                 break
             best = count
-        log.info(
-            "models are trained %s (%.3g steps a second; one by one %.3g)",
-            f"{best} at once" if best > 1 else "one by one", rates[best], rates[1],
-        )  # fmt: skip
+        if best == 1:
+            log.info("models are trained one by one: %d at once make no more steps a second", count)
+        else:
+            log.info("models are trained %d at once: %.3g steps a second; one by one %.3g", best, rates[best], rates[1])
         return best
 
     def steps(self, examples: int) -> tuple[int, int]:
@@ -186,9 +186,7 @@ class Trainer:
     def _failure(self, jobs: Sequence[Job]) -> str | None:
         """Train two models for two steps; return why they cannot be stacked, or None where the numbers are the same."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # vmap's advice is for its developers
-                return self._difference(jobs)
+            return self._difference(jobs)
         except Exception as error:  # any model may hit any limit of vmap; by itself it will say what it has
             return f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
 
@@ -274,8 +272,10 @@ class _Stack:
             with torch.no_grad(), _seeded(0):
                 mean_loss(self._models[0], map_tensors(parts, lambda tensor: tensor[0]))
             self._known = True
-        # A model's loss knows no other's weights, so the gradient of their sum is that of each.
-        vmap(one)(self._weights, self._buffers, parts).sum().backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
+            # A model's loss knows no other's weights, so the gradient of their sum is that of each.
+            vmap(one)(self._weights, self._buffers, parts).sum().backward()
 
     def wait(self) -> None:
         """Until what was begun is done."""
