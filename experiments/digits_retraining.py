@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import jostle
 from jostle.attributors import ekfac, exact_influence, gradient_similarity, trak
-from jostle.evaluate import Bank, compare, random_subsets, retrain
+from jostle.evaluate import Bank, Trainer, compare, random_subsets, retrain
 from jostle.evaluate.report import draw_rows
 from jostle.scores import Scores
 
@@ -81,27 +81,20 @@ class Regression:
     sampler = jostle.SGLD(step_size=2e-3)
 
 
-class Perceptron:
-    """A hidden layer of 32, trained by AdamW."""
+class Perceptron(Trainer):
+    """A hidden layer of 32, trained by AdamW; many of them at once."""
 
     name = "MLP"
     seeds = 2
 
     def __init__(self, train: tuple[Tensor, Tensor]) -> None:
-        self.train = train
-
-    def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
-        X, y = self.train[0][indices], self.train[1][indices]
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=MLP_RATE, weight_decay=MLP_DECAY)
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(MLP_EPOCHS):
-            for chosen in torch.randperm(len(y), generator=generator).split(MLP_BATCH):
-                optimizer.zero_grad()
-                F.cross_entropy(model(X[chosen]), y[chosen]).backward()
-                optimizer.step()
-        return model
+        super().__init__(
+            lambda seed: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+            train,
+            lambda parameters: torch.optim.AdamW(parameters, lr=MLP_RATE, weight_decay=MLP_DECAY),
+            epochs=MLP_EPOCHS,
+            batch_size=MLP_BATCH,
+        )
 
     def posterior(self) -> jostle.Posterior:
         return jostle.Posterior(n_beta=1000, localization=100)
