@@ -57,7 +57,7 @@ def bench() -> dict[str, Any]:
         table[name] = {
             "weights": sum(parameter.numel() for parameter in new_model().parameters()),
             "steps_a_second": {str(count): rate for count, rate in rates.items()},
-            "at_once_is_quicker_by": best, "chosen": train.most_at_once(jobs),
+            "at_once_is_quicker_by": best, "chosen": train.most_at_once(jobs)[0],
         }  # fmt: skip
         words = ", ".join(f"{count} at once {rate:,.0f}" for count, rate in rates.items())
         print(f"  {name:15} steps a second: {words}  ({best:.1f} ×; chosen {table[name]['chosen']})", flush=True)

@@ -21,6 +21,7 @@ import jostle
 from jostle.chains.chain import Dynamics, Group
 from jostle.config import Config, describe
 from jostle.data.datasets import Data
+from jostle.errors import InputError
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
@@ -91,6 +92,39 @@ def test_observation_batch_size(sampler: str) -> None:
     assert losses(whole).std(1).min() > 1e-4  # the chain moved
     for size in (1, 7):
         assert_same(whole, run(sampler, observation_batch_size=size))
+
+
+def test_a_row_for_padding_stays_where_it_is_in_every_chain() -> None:
+    """Of an embedding that has one, vmap keeps the first chain's alone; few examples would show it."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.last = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.last(self.words(words).sum(1))
+
+    torch.manual_seed(0)
+    model = Words()
+    words, labels = torch.randint(1, 9, (20, 5)), torch.arange(20) % 3
+    words[-3:, 2:] = 0
+    settings: dict[str, Any] = {
+        "sampler": jostle.SGLD(step_size=1e-2), "chains": 3, "draws": 5, "batch_size": 20, "progress": False,
+        "observables": {"row": lambda model: model.words.weight[0]},
+    }  # fmt: skip
+
+    def rows(n_beta: float, **more: Any) -> tuple[np.ndarray, int]:
+        posterior = jostle.Posterior(n_beta=n_beta, localization=1.0)
+        run = jostle.attribute(model, (words, labels), (words, labels), posterior=posterior, **settings, **more)
+        return run.traces.observable("row")[:], run.manifest["execution"]["chains_at_once"]
+
+    (got, at_once), (expected, _) = rows(100.0), rows(100.0, chains_at_once=1)
+    assert at_once == 1
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    with pytest.raises(InputError, match="padding_idx"):
+        rows(100.0, chains_at_once=3)
+    assert rows(0.0, chains_at_once=3)[1] == 3  # without a gradient there is nothing to keep
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def test_at_once_as_one_by_one(
 ) -> None:
     train = Trainer(new_model, data, optimizer, epochs=3, at_once=4, **more)
     jobs = jobs_of(4)
-    assert train.most_at_once(jobs) == 4
+    assert train.most_at_once(jobs) == (4, "4 at once")
     together, single = train.together(jobs), [train(*job) for job in jobs]
     for one, other in zip(together, single, strict=True):
         assert apart(one, other) < 1e-10
@@ -153,53 +152,173 @@ def test_subsets_of_unequal_sizes() -> None:
         assert apart(one, train(*job)) < 1e-10
 
 
+class OfItsSeed(nn.Module):
+    """What it is hangs on its seed in one way or another."""
+
+    def __init__(self, seed: int, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.seen = how, perceptron(seed), 0
+        self.fixed = torch.randn(5, generator=torch.Generator().manual_seed(seed)).double()
+        self.register_buffer("mean", torch.zeros(5).double())
+        if how == "layers" and seed:
+            self.more = nn.Linear(5, 5)
+        if how == "frozen" and seed:
+            self.inner[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+            if self.how == "buffer":
+                self.mean = 0.5 * self.mean + x.mean(0)
+        elif self.how in ("buffer", "count"):  # what was kept is used later
+            x = x * (self.seen + 1) - self.mean
+        return self.inner(x * self.fixed if self.how == "attribute" else x)
+
+
+class Pooled(nn.Module):
+    def __init__(self, padding_idx: int | None = None, masked: bool = False) -> None:
+        super().__init__()
+        self.words, self.last, self.masked = nn.Embedding(9, 4, padding_idx=padding_idx), nn.Linear(4, 3), masked
+
+    def forward(self, words: Tensor) -> Tensor:
+        seen = self.words(words)
+        return self.last((seen * (words > 0).unsqueeze(-1)).sum(1) if self.masked else seen.mean(1))
+
+
+WORDS = [([1 + (i * j) % 8 for j in range(1, 3 + i % 5)], i % 3) for i in range(MANY)]
+
+
+def padded(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([torch.tensor(words) for words, _ in samples], batch_first=True)
+    return rows, torch.tensor([label for _, label in samples])
+
+
+class BySize(torch.optim.SGD):
+    """The length of a step hangs on all numbers of a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.grad /= value.grad.norm()
+        return super().step(closure)
+
+
+def clipped(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Only the gradients of many models are as long as that."""
+    optimizer, values = momentum(given := list(parameters)), given
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(values, 50.0) and None)
+    return optimizer
+
+
+def by_dimensions(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for value in parameters:
+        groups[value.ndim > 1].append(value)
+    return torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": 0.01}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-3
+    )
+
+
+def drops(seed: int) -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.5), perceptron(seed))
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    ("new_model", "data", "optimizer", "reason", "more"),
+    [
+        (perceptron, classes(), lambda ps: BySize(ps, lr=0.1), "the optimizer does not treat every number", {}),
+        (perceptron, classes(), clipped, "the optimizer does not treat every number of every model by itself", {}),
+        (perceptron, classes(), by_dimensions, "other groups for parameters with one dimension more", {}),
+        (drops, classes(), momentum, "RuntimeError: vmap: called random operation", {}),
+        (lambda seed: Looks(), classes(), momentum, "RuntimeError", {}),
+        *(
+            (lambda seed, how=how: OfItsSeed(seed, how), classes(), momentum, reason, {})
+            for how, reason in {
+                "attribute": "other gradients", "buffer": "comes out differently", "count": "comes out differently",
+                "layers": "models of unequal parameters", "frozen": "models of unequal parameters",
+            }.items()
+        ),
+        (lambda seed: Pooled(padding_idx=0, masked=True), WORDS, momentum, "padding_idx", {"collate": padded}),
+        (lambda seed: Pooled(), WORDS, momentum, "minds how long other examples are", {"collate": padded}),
+    ],
+    ids=["size", "clipping", "groups", "dropout", "looks", "attribute", "buffer", "count", "layers", "frozen", "padding",
+         "mean"],
+)  # fmt: skip
 def test_what_cannot_be_stacked_is_trained_one_by_one(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    new_model: Any, data: Any, optimizer: Any, reason: str, more: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("jostle"), "propagate", True)
-    caplog.set_level(logging.INFO, "jostle")
+    train = Trainer(new_model, data, optimizer, epochs=2, batch_size=5, at_once=6, **more)
+    count, how = train.most_at_once(jobs_of(6))
+    assert count == 1
+    assert how.startswith("one by one: ")
+    assert reason in how
 
-    class BySize(torch.optim.SGD):
-        """The length of a step hangs on all numbers of a tensor."""
 
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for value in group["params"]:
-                    value.grad /= value.grad.norm()
-            return super().step(closure)
+def test_what_can_be_stacked_though_it_looks_odd() -> None:
+    class Masks(nn.Module):
+        """Buffers without a norm, and one that two modules have."""
 
-    def drops(seed: int) -> nn.Module:
-        return nn.Sequential(nn.Dropout(0.5), perceptron(seed))
-
-    class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = perceptron(0)
+            self.one, self.two = nn.BatchNorm1d(5).double(), perceptron(0)
+            self.register_buffer("kept", torch.rand(5) > 0.3)
+            self.register_buffer("least", torch.tensor([-torch.inf, 0.0]))
+            self.two.register_buffer("also_kept", self.kept)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x if x.sum() > 0 else -x)
+            return self.two(self.one(x) * self.kept * self.get_buffer("two.also_kept"))
 
-    for new_model, optimizer, reason in (
-        (perceptron, lambda ps: BySize(ps, lr=0.1), "the optimizer does not treat every number by itself"),
-        (drops, momentum, "RuntimeError: vmap: called random operation"),
-        (lambda seed: Looks(), momentum, "RuntimeError"),
+    for new_model, data, more in (
+        (lambda seed: Masks(), classes(), {}),
+        (lambda seed: Pooled(masked=True).double(), WORDS, {"collate": padded}),
+        (perceptron, classes(), {"clip_norm": 0.1}),
     ):
-        caplog.clear()
-        assert Trainer(new_model, classes(), optimizer, epochs=2, batch_size=5).most_at_once(jobs_of(6)) == 1
-        assert f"models are trained one by one: {reason}" in caplog.text, caplog.text
-    # A training by itself has all its randomness from its seed, and leaves that of others alone.
-    train = Trainer(drops, classes(), momentum, epochs=2, batch_size=5)
+        train = Trainer(new_model, data, adamw, epochs=3, batch_size=6, at_once=4, **more)
+        assert train.most_at_once(jobs_of(4))[0] == 4
+        for one, job in zip(train.together(jobs_of(4)), jobs_of(4), strict=True):
+            assert apart(one, train(*job)) < 1e-10
+    # In single precision a step is the same to rounding.
+    short = Trainer(lambda seed: perceptron(seed).float(), [(x.float(), y) for x, y in zip(*classes(), strict=True)],
+                    momentum, epochs=1, batch_size=6, at_once=4)  # fmt: skip
+    assert short.most_at_once(jobs_of(4))[0] == 4
+    for one, job in zip(short.together(jobs_of(4)), jobs_of(4), strict=True):
+        assert apart(one, short(*job)) < 1e-5
+
+
+def test_a_training_by_itself_has_all_its_randomness_from_its_seed() -> None:
+    X, y = classes()
+    train = Trainer(drops, (X, y), momentum, epochs=6, clip_norm=0.3)
     before = torch.random.get_rng_state()
     first, again, other = train(np.arange(20), 1), train(np.arange(20), 1), train(np.arange(20), 2)
     assert apart(first, again) == 0 < apart(first, other)
     assert torch.equal(torch.random.get_rng_state(), before)
+    # The same as in a loop, whose dropout goes on where the model's own numbers ended.
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = drops(1)
+        optimizer = momentum(model.parameters())
+        order = np.random.default_rng(1)
+        for _ in range(6):
+            chosen = order.permutation(20)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X[chosen]), y[chosen]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+    assert apart(first, model) < 1e-12
 
 
-def test_how_many_at_once_is_found_by_trying(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("jostle"), "propagate", True)
-    caplog.set_level(logging.INFO, "jostle")
-    train = Trainer(perceptron, classes(), adamw, epochs=5, batch_size=8)
-    rates = {1: 100.0, 4: 300.0, 16: 900.0, 64: 910.0, 256: 5000.0}
+def test_how_many_at_once_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Trainer(perceptron, classes(), adamw, epochs=5, batch_size=8)  # 12 steps
+    rates = {1: 100.0, 4: 300.0, 16: 900.0, 64: 910.0, 256: 920.0}
     tried: list[int] = []
 
     def rate(jobs: Any) -> float:
@@ -207,14 +326,19 @@ def test_how_many_at_once_is_found_by_trying(caplog: pytest.LogCaptureFixture, m
         return rates[len(jobs)]
 
     monkeypatch.setattr(train, "_steps_a_second", rate)
-    assert train.most_at_once(jobs_of(300)) == 16  # 64 are hardly quicker, and 256 are not tried then
-    assert tried == [1, 4, 16, 64]
-    assert "16 at once: 900 steps a second; one by one 100" in caplog.text
-    rates[9] = 500.0
-    assert train.most_at_once(jobs_of(9)) == 9
-    rates[4] = 105.0
-    assert train.most_at_once(jobs_of(9)) == 1
-    assert "one by one: 4 at once make no more steps a second" in caplog.text
+    jobs = jobs_of(300)
+    assert train.most_at_once(jobs) == (16, "16 at once, 900 steps a second; one by one 100")  # others hardly quicker
+    assert tried == [1, 4, 16, 64, 256]
+    rates[256] = 5000.0  # one that is not quicker is no reason to stop
+    assert train.most_at_once(jobs)[0] == 256
+    # 600 jobs of 12 steps take 720 s at 10 steps a second: what is lost is at most a tenth of it.
+    rates |= {1: 1.0, 4: 4.0, 16: 8.0, 64: 10.0, 256: 9.0}
+    assert train.most_at_once(jobs, of=600)[0] == 16  # 24 s; 64 would take 77 s
+    assert train.most_at_once(jobs, of=6000)[0] == 64
+    rates |= {1: 1e6}
+    tried.clear()
+    assert train.most_at_once(jobs)[0] == 1  # all of them take no time
+    assert tried == [1]
 
     def out_of_memory(jobs: Any) -> float:
         if len(jobs) > 4:
@@ -222,12 +346,11 @@ def test_how_many_at_once_is_found_by_trying(caplog: pytest.LogCaptureFixture, m
         return 10.0 * len(jobs)
 
     monkeypatch.setattr(train, "_steps_a_second", out_of_memory)
-    assert train.most_at_once(jobs_of(9)) == 4
+    assert train.most_at_once(jobs_of(9))[0] == 4
     monkeypatch.undo()
     assert train._steps_a_second(jobs_of(2)) > 0
-    assert train.most_at_once(jobs_of(1)) == 1
-    one_by_one = Trainer(perceptron, classes(), adamw, epochs=5, at_once=1)
-    assert one_by_one.most_at_once(jobs_of(9)) == 1
+    assert train.most_at_once(jobs_of(1)) == (1, "one by one")
+    assert Trainer(perceptron, classes(), adamw, epochs=5, at_once=1).most_at_once(jobs_of(9)) == (1, "one by one")
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -269,7 +392,7 @@ def test_one_of_many_that_fails(tmp_path: Path) -> None:
         return perceptron(seed)
 
     finite = X[1:MANY], y[1:MANY]
-    train, subsets = Trainer(fails, finite, adamw, epochs=1, at_once=24), random_subsets(MANY - 1, 4)
+    train, subsets = Trainer(fails, finite, adamw, epochs=1), random_subsets(MANY - 1, 4)
     with pytest.warns(RetrainingFailedWarning, match="no such file"):
         bank = retrain(train, finite, query, subsets=subsets, seeds=3, out=tmp_path / "raises")
     assert {(one["seed"], "no such file" in one["reason"]) for one in bank.failures} == {(1, True)}
@@ -285,11 +408,48 @@ def test_a_model_that_is_given_stays_as_it_is() -> None:
     assert all(torch.equal(value, before[name]) for name, value in pretrained.state_dict().items())
 
 
+def test_a_bank_is_of_one_training_and_one_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    X, y = classes(MANY + 6)
+    data, query, subsets = (X[:MANY], y[:MANY]), (X[MANY:], y[MANY:]), random_subsets(MANY, 4)
+
+    def fill(out: str, given: Any = data, **more: Any) -> Any:
+        return retrain(Trainer(perceptron, given, adamw, epochs=2, **more), data, query, subsets=subsets,
+                       out=tmp_path / out)  # fmt: skip
+
+    fill("bank", at_once=2)
+    assert "jostle: models are trained 2 at once" in capsys.readouterr().err
+    fill("bank", given=(X[:MANY].clone(), y[:MANY].clone()))
+    with pytest.raises(InputError, match="another training than the bank's: batch_size is 3, expected all"):
+        fill("bank", batch_size=3)
+    for other in ((X[:MANY].flip(0), y[:MANY].flip(0)), (X, y)):
+        with pytest.raises(InputError, match="other examples than those of the Trainer"):
+            fill("other", given=other)
+    # A mistake that all trainings share is told at once, and leaves no failures behind.
+    with pytest.raises(InputError, match="one loss a sample"):
+        fill("mean", loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    assert fill("mean").summary()["finished"] == 4
+
+
 def test_bad_input() -> None:
     for more, name in (({"epochs": 0}, "epochs"), ({"epochs": 1, "batch_size": 0}, "batch_size"),
                        ({"epochs": 1, "at_once": 0}, "at_once")):  # fmt: skip
         with pytest.raises(InputError, match=name):
             Trainer(perceptron, classes(), adamw, **more)
     not_a_model: Any = lambda seed: "model"  # noqa: E731
-    with pytest.raises(InputError, match="new_model: got a str"):
-        Trainer(not_a_model, classes(), adamw, epochs=1)(np.arange(3), 0)
+    others = nn.Linear(5, 3)
+    for new_model, optimizer, more, message in (
+        (not_a_model, adamw, {}, "new_model: got a str"),
+        (perceptron(0), adamw, {}, "new_model: got a Sequential, expected a function of seed"),
+        (perceptron, adamw(others.parameters()), {}, "optimizer: got a AdamW, expected a function of parameters"),
+        (perceptron, lambda ps: adamw(others.parameters()), {}, "optimizer: got an optimizer of other parameters"),
+        (perceptron, adamw, {"clip_norm": 0}, "clip_norm: got 0"),
+        (perceptron, adamw, {"epochs": 2.5}, "epochs: got 2.5"),
+        (perceptron, adamw, {"loss": nn.CrossEntropyLoss()}, "loss: got a CrossEntropyLoss"),
+    ):
+        given: Any = new_model
+        with pytest.raises(InputError, match=message):
+            Trainer(given, classes(), optimizer, **{"epochs": 1, **more})(np.arange(3), 0)
+    train = Trainer(perceptron, classes(), adamw, epochs=1)
+    for indices, message in ((np.arange(20) > 5, "flatnonzero"), ([], "0 of"), ([[1]], "shape"), ([0.5], "float")):
+        with pytest.raises(InputError, match=message):
+            train(np.asarray(indices), 0)

@@ -13,13 +13,14 @@ Every retraining is stored when it is done, whole or not at all, and is never do
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
 import os
+import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.inputs import Given, require_ranks, scores_of
 from jostle.evaluate.subsets import Subsets
-from jostle.evaluate.training import Trainer
+from jostle.evaluate.training import TRIED, Trainer
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
@@ -267,8 +268,11 @@ class Bank:
         differs = self._differs("shapes", shapes)
         return None if differs is None else f"a model of another shape: {differs}"
 
-    def _differs(self, key: str, shapes: dict[str, list[int]]) -> str | None:
-        """Compare shapes with those that bank.json has; the first to come, in whatever process, writes them there."""
+    def _differs(self, key: str, shapes: Mapping[str, Any]) -> str | None:
+        """Compare shapes, or what else all have alike, with those of bank.json.
+
+        The first to come, in whatever process, writes them there.
+        """
         if self.about.get(key) is None:
             with _alone(self.directory):
                 path = self.directory / "bank.json"
@@ -362,17 +366,31 @@ def retrain(
     if seeds < 1:
         raise InputError("seeds", got=seeds, expected="a positive number of retrainings of each subset")
     data = {name: Data(source, name, collate=collate) for name, source in (("train", train), ("query", query))}
+    if not isinstance(subsets, Subsets):
+        raise InputError(
+            "subsets",
+            got=f"a {type(subsets).__name__}",
+            expected="random_subsets, leave_one_out, removals, or of your own: Subsets(members, 'random')",
+            fix="members[k, i] says whether subset k holds example i",
+        )
+    wrong_length = isinstance(train, tuple) and subsets.members.shape[1] == len(train)
     if subsets.members.shape[1] != len(data["train"]):
         raise InputError(
             "subsets",
             got=f"subsets of {subsets.members.shape[1]}",
             expected=f"{len(data['train'])}, as in train",
-            fix="len() of a tuple of tensors is how many there are" if isinstance(train, tuple) else "",
+            fix="len() of a tuple of tensors is how many tensors there are" if wrong_length else "",
         )
     bank = Bank.create(
         out, subsets, queries=len(data["query"]), dtype=dtype, shapes=None if like is None else shapes_of(like),
         fingerprints={name: one.fingerprint() for name, one in data.items()},
     )  # fmt: skip
+    if isinstance(train_function, Trainer):
+        train_function.require_data(train, bank.about["fingerprints"]["train"], collate)
+        differs = bank._differs("training", train_function.about())
+        if differs is not None:
+            raise InputError("train_function", got=f"another training than the bank's: {differs}",
+                             expected="the same", fix="choose another directory")  # fmt: skip
     kept = bank.about.get("observables")
     if kept is not None and kept.keys() != {LOSS, *(observables or {})}:
         raise InputError(
@@ -386,14 +404,16 @@ def retrain(
 
     todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
     unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
+    processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
     every, failed = len(subsets) * seeds, unfinished - len(todo)
     at_once = 1
-    if isinstance(train_function, Trainer) and todo:
-        # Those that can be trained at once stand side by side; every process has some.
-        todo.sort(key=lambda pair: (pair[1], int(subsets.members[pair[0]].sum())))
-        most = train_function.most_at_once([(subsets.indices(subset), seed) for subset, seed in todo])
-        processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
-        at_once = min(most, -(-len(todo) // processes(jobs)))
+    if isinstance(train_function, Trainer) and todo and (deadline is None or time.monotonic() <= deadline):
+        with telling(progress) as tell:
+            tell("trying how many models to train at once")
+            at_once, how = _at_once(train_function, subsets, todo)
+        at_once = min(at_once, -(-len(todo) // processes(jobs)))  # every process has some
+        if progress:
+            print(f"jostle: models are trained {how}", file=sys.stderr, flush=True)
 
     def how_far() -> str:
         """What earlier calls did counts, too."""
@@ -404,13 +424,14 @@ def retrain(
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "n_jobs", "batch_size": 1}
 
     def outcomes(pairs: Iterable[tuple[int, int]], alone: bool = False) -> Iterator[_Outcome]:
+        nonlocal at_once
         left, broken = iter(pairs), True
         while broken:
             begun: list[tuple[int, int]] = []
 
             def tasks(begun: list[tuple[int, int]] = begun) -> Iterator[Any]:
                 while deadline is None or time.monotonic() <= deadline:
-                    group = list(itertools.islice(left, 1 if alone else at_once))
+                    group = list(itertools.islice(left, 1 if alone else at_once))  # noqa: B023 - as it is then
                     if not group:
                         return
                     begun.extend(group)
@@ -425,7 +446,7 @@ def retrain(
                     yield outcome
             except TerminatedWorkerError:
                 # It takes the others down with it: whoever dies alone, too, did it.
-                broken = not alone
+                broken, at_once = not alone, -(-at_once // 2)
                 for pair in begun:
                     died = _Outcome(*pair, {}, {}, "its process died: out of memory, perhaps, or it crashed")
                     yield from [died] if alone else outcomes([pair], alone=True)
@@ -480,20 +501,37 @@ class _Outcome:
     traceback: str = ""
 
 
+def _at_once(train: Trainer, subsets: Subsets, todo: list[tuple[int, int]]) -> tuple[int, str]:
+    """How many models to train at once, and how that is said; ``todo`` is sorted, so that such stand side by side."""
+    steps = [train.steps(int(size)) for size in subsets.members.sum(1)]
+    todo.sort(key=lambda pair: steps[pair[0]])
+    (commonest, count), *_ = Counter(steps[subset] for subset, _ in todo).most_common()
+    alike = [pair for pair in todo if steps[pair[0]] == commonest]
+    some = alike[: 1 if train.at_once == 1 else max(TRIED)]
+    if len(some) > 1:  # randomness may be what cannot be stacked
+        some[1] = next((pair for pair in alike if pair[1] != some[0][1]), some[1])
+    found = train.most_at_once([(subsets.indices(subset), seed) for subset, seed in some], of=count)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
 def _retrain(
     train_function: TrainFunction, measure: Measure, indices: list[np.ndarray], pairs: list[tuple[int, int]]
 ) -> list[_Outcome]:
     """Several retrainings at once, wherever they run; one by one where that fails, to tell which it was."""
-    trains: list[Callable[[], Any]] = [
-        functools.partial(train_function, own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)
-    ]
-    if isinstance(train_function, Trainer) and len(pairs) > 1:
+    jobs = [(own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)]
+    if isinstance(train_function, Trainer) and len(jobs) > 1:
         try:
-            models = train_function.together([(own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)])
-            trains = [functools.partial(lambda model: model, model) for model in models]
-        except Exception as error:  # the user's code may raise anything
+            models = train_function.together(jobs)
+            return [
+                _outcome(lambda model=model: model, measure, *pair) for model, pair in zip(models, pairs, strict=True)
+            ]
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             log.warning("%d models at once failed (%s), so they are trained one by one", len(pairs), error)
-    return [_outcome(train, measure, *pair) for train, pair in zip(trains, pairs, strict=True)]
+    return [
+        _outcome(lambda job=job: train_function(*job), measure, *pair) for job, pair in zip(jobs, pairs, strict=True)
+    ]
 
 
 def _outcome(train: Callable[[], Any], measure: Measure, subset: int, seed: int) -> _Outcome:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
+import itertools
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,35 +22,44 @@ from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
-from jostle.models.functional import Called, places_of, sample_means
-
-log = logging.getLogger("jostle")
+from jostle.models.checks import check_losses, in_words, vmap_differs
+from jostle.models.functional import Called, eval_mode, places_of, sample_means
 
 Job = tuple[Int[np.ndarray, " member"], int]
 """What one model is trained on: indices of examples, and a seed."""
 
 TRIED, WORTH_IT = (1, 4, 16, 64, 256), 1.1
 """How many models at once are tried, and how much quicker the next must be than the best before it."""
+LONGEST, LARGEST_SHARE = 30.0, 0.1
+"""What is trained at once is lost when it is interrupted: at most so many seconds, or such a share of all the time."""
+SHORT = 1.0
+"""Seconds that all trainings take one by one, below which nothing else is tried."""
 WARM_UP, TIMED = 2, 5
 """Steps before and while they are timed."""
+LARGE = 1e4
+"""By how much one model's gradient is made longer than another's, to see whether an optimizer looks at both."""
+
+_RANDOMNESS = threading.RLock()
+"""PyTorch has one random state for all threads."""
 
 
 class Trainer:
     """``train(indices, seed) -> model`` for `retrain`: many small models at once, where that is quicker.
 
-    Weights of all models are stacked, and one step moves them all, so that what is small for a GPU becomes large. The
-    numbers are those of one model after another, to rounding, which is checked before the first training. What cannot
-    be stacked, such as a model with dropout, is trained one by one.
+    Weights of all models are stacked, and one step moves them all, so that what is small for a GPU becomes large. Each
+    step is that of one model by itself, to rounding; `retrain` compares two models both ways before it trains any.
+    What cannot be stacked, such as a model with dropout, is trained one by one.
 
     Args:
-        new_model: ``new_model(seed) -> model``, what a training begins with; PyTorch's seed is set before. A model that
-            it returns is copied, so ``lambda seed: pretrained`` will do.
+        new_model: ``new_model(seed) -> model``, what a training begins with; PyTorch's seed is set before. A copy of it
+            is trained, in training mode, so ``lambda seed: pretrained`` will do.
         train: the training examples, of which subsets are taken, as for `retrain`.
         optimizer: ``optimizer(parameters) -> torch.optim.Optimizer``, of those that treat every number by itself: SGD,
-            Adam, AdamW and the like.
+            Adam, AdamW and the like. Stacked parameters have one dimension more.
         epochs: passes over a subset.
         batch_size: examples in a step; default: all of the subset. The next epoch begins where the last one did not
             fill a batch.
+        clip_norm: cut each model's gradient to this length.
         schedule: ``schedule(optimizer, steps) -> torch.optim.lr_scheduler.LRScheduler``, which is stepped with the
             optimizer.
         loss: as for `jostle.attribute`; a sequence's loss is the mean of its tokens'.
@@ -70,227 +80,425 @@ class Trainer:
         *,
         epochs: int,
         batch_size: int | None = None,
+        clip_norm: float | None = None,
         schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
         loss: Loss | None = None,
         collate: Collate | None = None,
         at_once: int | None = None,
     ) -> None:
         for name, value in (("epochs", epochs), ("batch_size", batch_size), ("at_once", at_once)):
-            if value is not None and value < 1:
-                raise InputError(name, got=value, expected="a positive number")
+            given = name == "epochs" or value is not None
+            if given and (not isinstance(value, int | np.integer) or value < 1):
+                raise InputError(name, got=repr(value), expected="a positive whole number")
+        if clip_norm is not None and not clip_norm > 0:
+            raise InputError("clip_norm", got=clip_norm, expected="a positive length")
+        for name, value, of in (("new_model", new_model, "seed"), ("optimizer", optimizer, "parameters")):
+            if not callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
+                raise InputError(name, got=f"a {type(value).__name__}", expected=f"a function of {of} that makes one")
+        if isinstance(loss, nn.Module):
+            fix = "jostle.losses has those of classification, regression and next tokens"
+            raise InputError("loss", got=f"a {type(loss).__name__}", expected="a function loss(model, batch)", fix=fix)
         self.new_model, self.optimizer, self.schedule = new_model, optimizer, schedule
-        self.epochs, self.batch_size, self.at_once = epochs, batch_size, at_once
+        self.epochs, self.batch_size, self.clip_norm, self.at_once = epochs, batch_size, clip_norm, at_once
         self.loss = loss or classification_loss()
         self._source, self._collate = train, collate
-        self._data: Data | None = None
+        self._data: tuple[torch.device, Data] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Go to another process without what is on a device here."""
         return self.__dict__ | {"_data": None}
+
+    def __repr__(self) -> str:
+        about = ", ".join(f"{name}={value}" for name, value in self.about().items())
+        return f"Trainer({about}, at_once={self.at_once or 'as many as are quickest'})"
+
+    def about(self) -> dict[str, Any]:
+        """Return what is known of the training: a bank is of one."""
+        return {"epochs": self.epochs, "batch_size": self.batch_size or "all", "clip_norm": self.clip_norm or "none"}
+
+    def require_data(self, train: Any, fingerprint: str, collate: Collate | None) -> None:
+        """Refuse to train on other examples than those of a bank."""
+        if self._source is train or Data(self._source, "train", collate=collate).fingerprint() == fingerprint:
+            return
+        raise InputError(
+            "train", got="other examples than those of the Trainer, or another order", expected="the same for both"
+        )
+
+    def steps(self, examples: int) -> tuple[int, int]:
+        """Return how many steps a training on so many examples takes, and how many of them are in each."""
+        size = max(1, min(self.batch_size or examples, examples))
+        return self.epochs * examples // size, size
 
     def __call__(self, indices: Int[np.ndarray, " member"], seed: int) -> nn.Module:
         """Train one model."""
         return self.together([(indices, seed)])[0]
 
     def together(self, jobs: Sequence[Job]) -> list[nn.Module]:
-        """Train one model for each, those at once that take as many steps of as many examples."""
+        """Train a model for each, at once those that take as many steps; whether they may be, `most_at_once` says."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, (indices, _) in enumerate(jobs):
+            alike.setdefault(self.steps(len(indices)), []).append(number)
         models: dict[int, nn.Module] = {}
-        for places in self._alike(jobs):
-            *_, stack = self._training([jobs[place] for place in places])
-            models |= zip(places, stack.models(), strict=True)
-        return [models[place] for place in range(len(jobs))]
+        for numbers in alike.values():
+            (trained,) = deque(self._training([jobs[number] for number in numbers]), maxlen=1)
+            models |= zip(numbers, trained.models(), strict=True)
+        return [models[number] for number in range(len(jobs))]
 
-    def most_at_once(self, jobs: Sequence[Job]) -> int:
-        """Return how many to train at once; a few steps are tried, and what they tell is said in the log."""
-        alike = max(self._alike(jobs), key=len, default=[])
-        jobs = [jobs[place] for place in alike]
+    def most_at_once(self, jobs: Sequence[Job], of: int | None = None) -> tuple[int, str]:
+        """Return how many to train at once, and why, in words.
+
+        A few steps are tried. What a single model cannot do, such as a loss that fails, is raised.
+
+        Args:
+            jobs: some that take as many steps, of other seeds if there are any.
+            of: how many there are in all.
+        """
+        with contextlib.closing(self._training(jobs[:1], looking=True)) as steps:
+            next(steps)
         if self.at_once == 1 or len(jobs) < 2:
-            return 1
-        failure = self._failure(jobs[:2])
+            return 1, "one by one"
+        try:
+            failure = self._difference(jobs[0], max(jobs[1:], key=lambda job: job[1] != jobs[0][1]))
+        except (Exception, SystemExit) as error:  # any model may hit any limit of vmap
+            failure = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         if failure is not None:
-            log.info("models are trained one by one: %s", failure)
-            return 1
+            return 1, f"one by one: {failure}"
         if self.at_once is not None:
-            return self.at_once
+            return self.at_once, f"{self.at_once} at once"
+        return self._quickest(jobs, of or len(jobs))
+
+    def _quickest(self, jobs: Sequence[Job], of: int) -> tuple[int, str]:
         rates: dict[int, float] = {}
-        best = count = 1
+        best, missed = 1, 0
+        total = of * self.steps(len(jobs[0][0]))[0]
         for count in sorted({min(count, len(jobs)) for count in TRIED}):
-            with contextlib.suppress(torch.OutOfMemoryError):
+            with contextlib.suppress(Exception):  # out of memory, or one of them fails, which will be told
                 rates[count] = self._steps_a_second(jobs[:count])
-            if count > 1 and rates.get(count, 0.0) < WORTH_IT * rates[best]:
+            if 1 not in rates or (count == 1 and total < SHORT * rates[1]):
+                return 1, "one by one"
+            better = rates.get(count, 0.0) >= WORTH_IT * rates[best]
+            best, missed = (count, 0) if better else (best, missed + (count > 1))
+            if missed == 2 or count not in rates:
                 break
-            best = count
+        longest = max(LONGEST, LARGEST_SHARE * total / rates[best])
+        seconds = {count: count * total / of / rate for count, rate in rates.items()}
+        best = max([1, *(count for count in rates if count <= best and seconds[count] <= longest)])
         if best == 1:
-            log.info("models are trained one by one: %d at once make no more steps a second", count)
-        else:
-            log.info("models are trained %d at once: %.3g steps a second; one by one %.3g", best, rates[best], rates[1])
-        return best
+            return 1, f"one by one: {max(rates)} at once are not quicker, or would take too long to be interrupted"
+        return best, f"{best} at once, {rates[best]:,.3g} steps a second; one by one {rates[1]:,.3g}"
 
-    def steps(self, examples: int) -> tuple[int, int]:
-        """Return how many steps a training on so many examples takes, and how many of them are in each."""
-        size = min(self.batch_size or examples, examples)
-        return max(1, self.epochs * examples // size), size
-
-    def _alike(self, jobs: Sequence[Job]) -> list[list[int]]:
-        """Which of them can be stacked."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for place, (indices, _) in enumerate(jobs):
-            found.setdefault(self.steps(len(indices)), []).append(place)
-        return list(found.values())
-
-    def _training(self, jobs: Sequence[Job]) -> Generator[_Stack, None, None]:
-        """Train, step by step."""
+    def _training(self, jobs: Sequence[Job], *, looking: bool = False) -> Generator[_One, None, None]:
+        """Train, step by step; ``looking`` closely at the loss."""
+        jobs = [(_checked(indices), seed) for indices, seed in jobs]
         steps, size = self.steps(len(jobs[0][0]))
-        with _seeded(jobs[0][1] if len(jobs) == 1 else None):
-            stack = _Stack([self._new(seed) for _, seed in jobs])
-            optimizer = self.optimizer(stack.parameters)
-            schedule = self.schedule and self.schedule(optimizer, steps)
+        with _seeded(jobs[0][1]) if len(jobs) == 1 else contextlib.nullcontext():
+            stack = self._stack(jobs)
+            optimizer = self._optimizer(stack)
+            schedule = None if self.schedule is None else self.schedule(optimizer, steps)
             batches = self._batches(jobs, size, stack.device)
             for _ in range(steps):
-                stack.gradient(self.loss, next(batches))
+                batch = next(batches)
+                if looking:
+                    stack.look(self.loss, batch, size)
+                stack.gradient(self.loss, batch)
+                if self.clip_norm is not None:
+                    stack.clip(self.clip_norm)
                 optimizer.step()
                 if schedule is not None:
                     schedule.step()
                 yield stack
 
+    def _stack(self, jobs: Sequence[Job]) -> _One:
+        """New models; one has its randomness from whoever trains it."""
+        if len(jobs) == 1:
+            return _One(self._new(jobs[0][1]))
+        models = []
+        for _, seed in jobs:
+            with _seeded(seed):
+                models.append(self._new(seed))
+        return _Many(models)
+
     def _new(self, seed: int) -> nn.Module:
-        with _seeded(seed):
-            model = self.new_model(seed)
-        if not isinstance(model, nn.Module):
-            raise InputError("new_model", got=f"a {type(model).__name__}", expected="a torch.nn.Module")
-        return copy.deepcopy(model).train()
+        model = self.new_model(seed)
+        if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+            raise InputError("new_model", got=f"a {type(model).__name__}", expected="a torch.nn.Module with parameters")
+        with contextlib.suppress(RuntimeError):  # some that were used cannot be copied, and are not given twice
+            model = copy.deepcopy(model)
+        return model.train()
+
+    def _optimizer(self, stack: _One) -> torch.optim.Optimizer:
+        optimizer = self.optimizer(stack.parameters)
+        theirs = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        if not theirs <= {id(value) for value in stack.parameters}:
+            raise InputError(
+                "optimizer", got="an optimizer of other parameters", expected="one of the parameters that it is given"
+            )
+        return optimizer
+
+    def _on(self, device: torch.device) -> Data:
+        if self._data is None or self._data[0] != device:
+            self._data = device, Data(self._source, "train", collate=self._collate, device=device)
+        return self._data[1]
 
     def _batches(self, jobs: Sequence[Job], size: int, device: torch.device) -> Iterator[Batch]:
         """The next batch of every model, one after another."""
-        if self._data is None:
-            self._data = Data(self._source, "train", collate=self._collate, device=device)
-        orders = [_orders(np.asarray(indices), seed, size) for indices, seed in jobs]
+        orders = [_orders(indices, seed, size) for indices, seed in jobs]
         while True:
-            yield self._data.batch(np.concatenate([next(order) for order in orders]))
+            yield self._on(device).batch(np.concatenate([next(order) for order in orders]))
 
     def _steps_a_second(self, jobs: Sequence[Job]) -> float:
         """Of all these models together; short trainings are timed with their beginnings."""
 
-        def without_end() -> Generator[_Stack, None, None]:
+        def without_end() -> Generator[_One, None, None]:
             while True:
                 yield from self._training(jobs)
 
         with contextlib.closing(without_end()) as steps:
-            for stack in islice(steps, WARM_UP):
+            for stack in itertools.islice(steps, WARM_UP):
                 stack.wait()
             started = time.perf_counter()
-            for stack in islice(steps, TIMED):
+            for stack in itertools.islice(steps, TIMED):
                 stack.wait()
             return len(jobs) * TIMED / (time.perf_counter() - started)
 
-    def _failure(self, jobs: Sequence[Job]) -> str | None:
-        """Train two models for two steps; return why they cannot be stacked, or None where the numbers are the same."""
-        try:
-            return self._difference(jobs)
-        except Exception as error:  # any model may hit any limit of vmap; by itself it will say what it has
-            return f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
-
-    def _difference(self, jobs: Sequence[Job]) -> str | None:
-        steps, size = self.steps(len(jobs[0][0]))
-        both, *single = (_Stack([self._new(seed) for _, seed in part]) for part in (jobs, jobs[:1], jobs[1:]))
-        optimizers = [self.optimizer(stack.parameters) for stack in (both, *single)]
-        ours, *theirs = (self._batches(part, size, both.device) for part in (jobs, jobs[:1], jobs[1:]))
-        for _ in range(min(2, steps)):
-            both.gradient(self.loss, next(ours))
-            for place, (stack, batches) in enumerate(zip(single, theirs, strict=True)):
-                stack.gradient(self.loss, next(batches))
-                stacked, alone = both.gradients(), stack.gradients()
-                whole = torch.cat([gradient.flatten() for gradient in alone]).norm()
-                for one, other in zip(stacked, alone, strict=True):
-                    # What is zero but for rounding differs by as much as it has.
-                    if not (one[place] - other).norm() <= 1e-3 * other.norm() + 1e-5 * whole:
-                        return "at once, the model has other gradients"
-                    other.copy_(one[place])  # so that rounding does not add up
-            before = [[value.clone() for value in stack.state()] for stack in single]
+    def _difference(self, *jobs: Job) -> str | None:
+        """Train two models for two steps; return in what they differ from what each is by itself."""
+        together = self._stack(jobs)
+        alone = []
+        for job in jobs:
+            with _seeded(job[1]):
+                alone.append(self._stack([job]))
+        first = alone[0].model
+        data = self._on(together.device)
+        if (
+            reason := vmap_differs(first, {name for name, value in first.named_parameters() if value.requires_grad})
+            or _minds_padding(first, self.loss, data)
+        ) is not None:
+            return reason
+        optimizers = [self._optimizer(stack) for stack in (together, *alone)]
+        if len({_groups(*pair) for pair in zip(optimizers, (together, *alone), strict=True)}) > 1:
+            return "the optimizer has other groups for parameters with one dimension more"
+        size = self.steps(len(jobs[0][0]))[1]
+        batches = [self._batches(some, size, together.device) for some in (jobs, jobs[:1], jobs[1:])]
+        for longer in (1.0, LARGE):
+            for stack, own in zip((together, *alone), batches, strict=True):
+                stack.gradient(self.loss, next(own))
+                if self.clip_norm is not None:
+                    stack.clip(self.clip_norm)
+            for number, one in enumerate(alone):
+                if not _same_gradients(together, one, number):
+                    return "at once, a model has other gradients"
+                _share_gradients(together, one, number, longer**number)
             for optimizer in optimizers:
                 optimizer.step()
-            for place, stack in enumerate(single):
-                for start, one, other in zip(before[place], both.state(), stack.state(), strict=True):
-                    changes = (other - start, one[place] - other, start)
-                    moved, differs, length = (value.double().norm() for value in changes)
-                    if not differs <= 1e-2 * moved + 1e-6 * length:
-                        return "the optimizer does not treat every number by itself, or a buffer of the model differs"
+            for number, one in enumerate(alone):
+                pairs = zip(together.parameters, one.parameters, strict=True)
+                if not all(_close(stacked[number], own, 1e-5) for stacked, own in pairs):
+                    return "the optimizer does not treat every number of every model by itself"
+            if longer == 1 and not self._come_out_alike(together, alone, data.batch(jobs[0][0][:2])):
+                return "at once, a model comes out differently"
         return None
 
+    @torch.no_grad()
+    def _come_out_alike(self, together: _One, alone: Sequence[_One], batch: Batch) -> bool:
+        """Whether models are the same as users will see them, with whatever they keep."""
+        pairs = list(zip(together.models(), (one.models()[0] for one in alone), strict=True))
+        for got, expected in pairs:
+            kept = zip(got.state_dict().values(), expected.state_dict().values(), strict=True)
+            losses = tuple(self.loss(model, _copied(batch)) for model in (got, expected))
+            if not all(_close(one, other, 1e-3) for one, other in (*kept, losses)):
+                return False
+        for model in itertools.chain.from_iterable(pairs):
+            model.train()
+        return True
 
-class _Stack:
-    """Models that are trained at once; one by itself is what it is."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models, self._alone, self._known = models, len(models) == 1, False
-        first = models[0]
-        self.device = next(first.parameters()).device
-        self._places = places_of(first, [name for name, _ in first.named_parameters()])
-        if self._alone:
-            self._weights, self._buffers = dict(first.named_parameters()), dict(first.named_buffers())
-        else:
-            self._weights, self._buffers = (
-                {name: torch.stack([dict(kind(model))[name].detach() for model in models]) for name, _ in kind(first)}
-                for kind in (nn.Module.named_parameters, nn.Module.named_buffers)
-            )
-            for name, parameter in first.named_parameters():
-                self._weights[name].requires_grad_(parameter.requires_grad)
+class _One:
+    """A model that is trained by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that are trained; of several models, stacked."""
-        return [value for value in self._weights.values() if value.requires_grad]
+        """Those that are trained."""
+        return [value for value in self.model.parameters() if value.requires_grad]
 
-    def gradients(self) -> list[Tensor]:
-        """Of those that have one."""
-        return [value.grad for value in self.parameters if value.grad is not None]
-
-    def state(self) -> list[Tensor]:
-        """Everything that a training may change."""
-        return [value.detach() for value in (*self._weights.values(), *self._buffers.values())]
+    def look(self, loss: Loss, batch: Batch, size: int) -> None:
+        """Refuse what is not a loss for each example."""
+        with torch.no_grad(), _seeded(0), in_words("loss", size), eval_mode(self.model):
+            check_losses(loss(self.model, _copied(batch)), size, "loss")
 
     def gradient(self, loss: Loss, batch: Batch) -> None:
-        """Take the gradient of each model's mean loss on its own part of a batch."""
+        """Take the gradient of the mean loss."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._backward(loss, batch)
 
-        def mean_loss(model: nn.Module, batch: Batch) -> Float[Tensor, ""]:
-            return sample_means(loss(model, batch), loss, batch).mean()
+    def _backward(self, loss: Loss, batch: Batch) -> None:
+        _mean(loss, self.model, batch).backward()
 
-        if self._alone:
-            mean_loss(self._models[0], batch).backward()
-            return
-        call = Called(self._models[0], mean_loss)
-
-        def one(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch) -> Tensor:
-            given = {f"model.{place}": value for name, value in weights.items() for place in self._places[name]}
-            given |= {f"model.{name}": value for name, value in buffers.items()}
-            return functional_call(call, given, (batch,), tie_weights=False)
-
-        parts = map_tensors(batch, lambda tensor: tensor.unflatten(0, (len(self._models), -1)))
-        if not self._known:  # a loss may look at a model and its numbers once, which it cannot do below
-            with torch.no_grad(), _seeded(0):
-                mean_loss(self._models[0], map_tensors(parts, lambda tensor: tensor[0]))
-            self._known = True
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
-            # A model's loss knows no other's weights, so the gradient of their sum is that of each.
-            vmap(one)(self._weights, self._buffers, parts).sum().backward()
+    def clip(self, longest: float) -> None:
+        """Cut each model's gradient to a length."""
+        nn.utils.clip_grad_norm_(self.parameters, longest)
 
     def wait(self) -> None:
         """Until what was begun is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def models(self) -> list[nn.Module]:
+        """Return what is trained as it is now."""
+        self.model.zero_grad(set_to_none=True)
+        return [self.model.eval()]
+
+
+class _Many(_One):
+    """Models that are trained at once: their numbers are stacked, all else is the first one's."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models[0])
+        self._models, self._looked = models, False
+        if len({_layout(model) for model in models}) > 1:
+            raise InputError("new_model", got="models of unequal parameters or buffers", expected="alike for all seeds")
+        self._places = places_of(self.model)
+        self._weights = _stacked(models, nn.Module.named_parameters)
+        self._buffers = _stacked(models, nn.Module.named_buffers)
+        for name, parameter in self.model.named_parameters():
+            self._weights[name].requires_grad_(parameter.requires_grad)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [value for value in self._weights.values() if value.requires_grad]
+
+    def _backward(self, loss: Loss, batch: Batch) -> None:
+        """Of each model's mean loss on its own part of a batch."""
+        call = Called(self.model, lambda model, batch: _mean(loss, model, batch))
+
+        def one(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch) -> Tensor:
+            numbers = {**weights, **buffers}
+            given = {f"model.{place}": numbers[name] for name in numbers for place in self._places[name]}
+            return functional_call(call, given, (batch,), tie_weights=False)
+
+        parts = map_tensors(batch, lambda tensor: tensor.unflatten(0, (len(self._models), -1)))
+        if not self._looked:  # a loss may look at a model and its numbers once, which it cannot do below
+            self.look(loss, map_tensors(parts, lambda tensor: tensor[0]), _first(parts).shape[1])
+            self._looked = True
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
+            # A model's loss knows no other's weights, so the gradient of their sum is that of each.
+            vmap(one)(self._weights, self._buffers, parts).sum().backward()
+
+    def clip(self, longest: float) -> None:
+        gradients = [value.grad for value in self.parameters if value.grad is not None]
+        lengths = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factors = (longest / (lengths + 1e-6)).clamp_max(1.0)
+        for gradient in gradients:
+            gradient *= factors.view(-1, *[1] * (gradient.ndim - 1))
+
     @torch.no_grad()
     def models(self) -> list[nn.Module]:
-        """Return them as they are now, by themselves."""
-        if not self._alone:
-            for place, model in enumerate(self._models):
-                own = dict(model.named_parameters()) | dict(model.named_buffers())
-                for name, value in (self._weights | self._buffers).items():
-                    own[name].copy_(value[place])
+        for number, model in enumerate(self._models):
+            own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            for name, value in {**self._weights, **self._buffers}.items():
+                own[name].copy_(value[number])
+            model.zero_grad(set_to_none=True)
         return [model.eval() for model in self._models]
+
+
+def _stacked(
+    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+) -> dict[str, Tensor]:
+    columns = [dict(named(model)) for model in models]
+    return {name: torch.stack([column[name].detach() for column in columns]) for name in columns[0]}
+
+
+def _layout(model: nn.Module) -> tuple[Any, ...]:
+    """What models must have in common."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return tuple((name, value.shape, value.dtype, value.device, value.requires_grad) for name, value in named)
+
+
+def _mean(loss: Loss, model: nn.Module, batch: Batch) -> Float[Tensor, ""]:
+    return sample_means(loss(model, batch), loss, batch).mean()
+
+
+def _copied(batch: Batch) -> Batch:
+    return map_tensors(batch, torch.clone)
+
+
+def _first(batch: Batch) -> Tensor:
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found[0]
+
+
+def _groups(optimizer: torch.optim.Optimizer, stack: _One) -> tuple[Any, ...]:
+    """Which parameters are in which group."""
+    numbers = {id(value): number for number, value in enumerate(stack.parameters)}
+    return tuple(tuple(numbers[id(value)] for value in group["params"]) for group in optimizer.param_groups)
+
+
+def _same_gradients(together: _One, one: _One, number: int) -> bool:
+    pairs = [(a.grad, b.grad) for a, b in zip(together.parameters, one.parameters, strict=True)]
+    whole = sum(b.double().square().sum() for _, b in pairs if b is not None) ** 0.5
+    for a, b in pairs:
+        if a is None or b is None:
+            if a is not b:
+                return False
+        # What is zero but for rounding differs by as much as it has.
+        elif not (a[number] - b).double().norm() <= _rounding(b) * (b.double().norm() + 0.01 * whole):
+            return False
+    return True
+
+
+def _share_gradients(together: _One, one: _One, number: int, longer: float) -> None:
+    """Give a model by itself the gradients that it has among others, so that rounding does not add up.
+
+    Where one of them is much longer than the others, an optimizer that looks at all models is found out.
+    """
+    for a, b in zip(together.parameters, one.parameters, strict=True):
+        if a.grad is not None and b.grad is not None:
+            a.grad[number] *= longer
+            b.grad.copy_(a.grad[number])
+
+
+def _rounding(value: Tensor) -> float:
+    return max(1e-3, 4 * torch.finfo(value.dtype).eps)
+
+
+def _close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if got.shape != expected.shape or torch.equal(got, expected):
+        return got.shape == expected.shape
+    if not got.is_floating_point():
+        return False
+    tolerance = max(tolerance, 4 * torch.finfo(got.dtype).eps)
+    return bool((got - expected).double().norm() <= tolerance * expected.double().norm())
+
+
+def _minds_padding(model: nn.Module, loss: Loss, data: Data) -> str | None:
+    """Models at once are padded to the longest example of all."""
+    if data.on_device and data.lengths is None:
+        return None
+    shortest, *_, longest = sorted(data.spread(2), key=lambda index: _first(data.batch([index])).numel())
+    if shortest == longest:
+        return None
+    with torch.no_grad(), eval_mode(model):
+        alone, beside = (
+            sample_means(loss(model, batch), loss, batch)[0]
+            for batch in (data.batch([shortest]), data.batch([shortest, longest]))
+        )
+    return None if _close(beside, alone, 1e-4) else "a model minds how long other examples are"
+
+
+def _checked(indices: Any) -> np.ndarray:
+    found = np.asarray(indices)
+    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
+        got = f"{len(found)} of {found.dtype}" if found.ndim == 1 else f"an array of shape {found.shape}"
+        fix = "np.flatnonzero(mask)" if found.dtype == bool else ""
+        raise InputError("indices", got=got, expected="whole numbers of at least one example", fix=fix)
+    return found
 
 
 def _orders(indices: np.ndarray, seed: int, size: int) -> Iterator[np.ndarray]:
@@ -305,12 +513,9 @@ def _orders(indices: np.ndarray, seed: int, size: int) -> Iterator[np.ndarray]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Set PyTorch's seed, and put its state back afterwards."""
-    if seed is None:
-        yield
-        return
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
+def _seeded(seed: int) -> Iterator[None]:
+    """Set PyTorch's seed, and put its state back afterwards; other threads wait."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with _RANDOMNESS, torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jostle.data.datasets import Data, versions
 from jostle.errors import InputError
@@ -153,6 +153,15 @@ def check_gradient(model: FunctionalModel, loss: Loss, data: Data) -> None:
         ) from error
     if not model.crew.all(torch.isfinite(gradient).all()):
         raise InputError(f"gradient of the loss on {data.name}", got="values that are not finite", expected=expected)
+
+
+def vmap_differs(model: nn.Module, moving: Collection[str]) -> str | None:
+    """Say of which gradients `torch.func.vmap` is known to give others, without an error, perhaps on few examples."""
+    for name, module in model.named_modules():
+        moves = isinstance(module, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight" in moving
+        if moves and module.padding_idx is not None:  # its row has no gradient, but has one in all but the first
+            return f"{name} has a padding_idx, which side by side only the first would keep"
+    return None
 
 
 def side_by_side_failure(

@@ -8,8 +8,9 @@ at w*, and everything can be differentiated. `SideBySide` gives a group of chain
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,7 +59,7 @@ class FunctionalModel:
         self.model, self.moving, self.crew = model, moving, Crew()
         self.bfloat16 = bfloat16
         self._said_short = False
-        self._places = places_of(model, moving.names)
+        self._places = places_of(model)
         self.device = next(model.parameters()).device
         # cuDNN has no backward pass for recurrent layers in eval mode, which is the mode sampled here.
         self._needs_plain_kernels = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -210,18 +211,22 @@ class SideBySide(FunctionalModel):
         return function(*inputs) if self._graphs is None else self._graphs.run(name, function, *inputs)
 
 
-def places_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
-    """Under which names each weight is substituted: once in every module that has it.
+def places_of(model: nn.Module) -> dict[str, list[str]]:
+    """Under which names each parameter and buffer is substituted: once in every module that has it.
 
     Where a module has two names itself, `functional_call` would substitute twice, take the first substitute for what
     was there, and leave it in the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, dict[tuple[int, str], str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    for name, tensor in itertools.chain(*named):
         module, _, own = name.rpartition(".")
-        found.setdefault(id(parameter), {}).setdefault((id(modules[module]), own), name)
-    return {name: list(found[id(model.get_parameter(name))].values()) for name in names}
+        found.setdefault(id(tensor), {}).setdefault((id(modules[module]), own), name)
+    return {
+        name: list(found[id(tensor)].values())
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+    }
 
 
 class Called(nn.Module):

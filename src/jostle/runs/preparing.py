@@ -19,7 +19,7 @@ from jostle.config import Config, Precision
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import FACTORIES, Loss
-from jostle.models.checks import check_gradient, check_neighbours, side_by_side_failure
+from jostle.models.checks import check_gradient, check_neighbours, side_by_side_failure, vmap_differs
 from jostle.models.float8 import Float8, require_float8
 from jostle.models.functional import Observable, SideBySide
 from jostle.models.in_place import InPlace
@@ -202,7 +202,8 @@ def prepare(
     alone, together, spread = Dynamics(in_place, config, **parts), None, None
     at_once = min(most_at_once, _most_at_once(config, in_place, observers, chains_at_once))
     if at_once > 1:
-        reason = side_by_side_failure(
+        reason = vmap_differs(in_place.model, in_place.moving.names) if config.posterior.n_beta else None
+        reason = reason or side_by_side_failure(
             in_place,
             observed=[(loss, observed) for observed in data.observed.values()],
             driven=(driving_loss, data.drawn_from),
