@@ -8,9 +8,10 @@ subsets at alpha 0.5; one epoch of full-parameter AdamW from the pretrained mode
 recipes: "paper" (learning rate 3e-5, batch 256, weight decay 0.01) or "strong" (3e-4, batch 32). The model that is
 analysed is fine-tuned on all 4,096 in the same way. Every method sees the linear layers of the blocks; the first order
 in the metric of Adam is asked a second time for all weights, and says so. BIF correlation is the paper's implementation
-A, covariance its B. --sweep adds a grid of n_beta and localization, each with its mean loss beside its LDS. Called
-again it goes on where it stood. The banks of the record, three retrainings of every half, are kept: unpacked into the
-work directory, they need not be trained again:
+A, covariance its B. --seeds repeats everything with other articles, subsets and orders of fine-tuning. --sweep adds a
+grid of n_beta and localization, each with its mean loss beside its LDS. Called again it goes on where it stood. The
+banks of the record, three retrainings of every half, are kept: unpacked into the work directory, they need not be
+trained again:
 
     tar -xJf experiments/records/banks/language.tar.xz -C work
 """
@@ -41,6 +42,7 @@ from experiments.retraining import (
     add_retraining,
     analysed_model,
     conduct,
+    file_name,
     fill,
     parser_of,
     run,
@@ -66,6 +68,9 @@ BIF: dict[str, dict[str, Any]] = {
     "paper, no gradient": {**BLIND, "localization": 5e4},
 }
 """Those without a localization are calibrated (`jostle.calibrate`, which sees no retraining)."""
+
+ARTICLES_OF_A_SEED = 900
+"""So many are enough for the sequences of one."""
 
 SWEEP = {"n_beta": (0.0, 30.0, 100.0, 300.0, 1000.0), "localization": (1e4, 3e4, 1e5, 3e5)}
 
@@ -230,38 +235,45 @@ def draw_sweep(path: Path, methods: dict[str, Any]) -> None:
 
 
 def setting_of(
-    arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]
-) -> Setting:
-    """The model of a recipe and its banks; what the work directory lacks is made first."""
+    arguments: argparse.Namespace, recipe: str, record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]],
+    *, seed: int = 0,
+) -> Setting:  # fmt: skip
+    """The model of a recipe and its banks; what the work directory lacks is made first.
+
+    Another seed has other articles, other subsets and other orders of fine-tuning.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
     auto: Any = AutoModelForCausalLM
     pretrained = auto.from_pretrained(arguments.model, dtype=torch.float32).to(device)
-    query, used = sequences(arguments.wikipedia, tokenizer, arguments.queries, arguments.length)
+    skipped = ARTICLES_OF_A_SEED * seed
+    query, used = sequences(arguments.wikipedia, tokenizer, arguments.queries, arguments.length, skip=skipped)
     train, _ = sequences(arguments.wikipedia, tokenizer, arguments.train, arguments.length, skip=used)
     data = Data(train, "train", device=torch.device(device))
     fingerprints = {"train": data.fingerprint(), "query": Data(query, "query").fingerprint()}
     loss = jostle.losses.next_token()
-    work = arguments.work / recipe
+    name = named(recipe, seed)
+    work = arguments.work / file_name(name)
 
     retrainer = FineTuner(pretrained, data, **RECIPES[recipe])
+    first = 1_000 * seed
     model = analysed_model(
         work / "model.pt",
         lambda: copy.deepcopy(pretrained),
-        lambda: copy.deepcopy(retrainer(np.arange(len(train)), 999)),  # which goes on working
+        lambda: copy.deepcopy(retrainer(np.arange(len(train)), first + 999)),  # which goes on working
         record,
         budget,
     )
     banks, adam = {}, {}
     for alpha in arguments.retrain:
-        subsets = random_subsets(len(train), arguments.subsets, share=alpha)
+        subsets = random_subsets(len(train), arguments.subsets, share=alpha, seed=seed)
         adam[f"{alpha:g}"] = training_of(recipe, len(subsets.indices(0)))
         banks[f"{alpha:g}"] = fill(
-            work / f"bank-{alpha:g}", subsets, retrainer, query,
+            work / f"bank-{alpha:g}", subsets, lambda indices, one: retrainer(indices, first + one), query,
             loss, fingerprints, seeds=arguments.retrain_seeds, budget=budget, record=record, batch_size=64,
-            key=f"{recipe}, alpha_retrain {alpha:g}",
+            key=f"{name}, alpha_retrain {alpha:g}",
         )  # fmt: skip
     retrainer.graph = None  # the memory of its step is for others now
     repeated = {
@@ -270,13 +282,17 @@ def setting_of(
         for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
     }
     return Setting(
-        recipe, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
+        name, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
         keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
         read_at=arguments.read_at, only=arguments.only, adam=adam, alike=arguments.alike,
         first_order_at=arguments.first_order_at,
     )  # fmt: skip
+
+
+def named(recipe: str, seed: int) -> str:
+    return f"{recipe}, seed {seed}" if seed else recipe
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -289,6 +305,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a directory with a causal LM and its tokenizer")
     parser.add_argument("--wikipedia", type=Path, required=True, help='JSONL with "text", plain or .xz')
     parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=["strong", "paper"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="repeat everything, with other articles")
     parser.add_argument("--train", type=int, default=4_096)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--bif-seeds", type=int, default=3, help="repeat each run of the BIF with other seeds")
@@ -302,18 +319,19 @@ def main() -> None:
     arguments = read_arguments()
 
     def every_recipe(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
-        for recipe in arguments.recipe:
-            print(recipe, flush=True)
+        for seed, recipe in itertools.product(arguments.seeds, arguments.recipe):
+            print(named(recipe, seed), flush=True)
             given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
-            setting = setting_of(arguments, recipe, record, budget, given)
-            run(setting, arguments.work / recipe / "scores", record, budget)
+            setting = setting_of(arguments, recipe, record, budget, given, seed=seed)
+            run(setting, arguments.work / file_name(setting.name) / "scores", record, budget)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
-    for recipe, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():
-        draw(arguments.record.with_name(f"{arguments.record.stem}-{recipe}.png"), {recipe: found}, "alpha_retrain")
+    for name, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():
+        stem = f"{arguments.record.stem}-{file_name(name)}"
+        draw(arguments.record.with_name(f"{stem}.png"), {name: found}, "alpha_retrain")
         if arguments.sweep:
             methods = next(iter(found.values()))["methods"]
-            draw_sweep(arguments.record.with_name(f"{arguments.record.stem}-{recipe}-sweep.png"), methods)
+            draw_sweep(arguments.record.with_name(f"{stem}-sweep.png"), methods)
 
 
 if __name__ == "__main__":
