@@ -379,6 +379,35 @@ def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     assert np.isfinite(lds(bank, scores).value)
 
 
+def test_a_mistake_that_is_mended_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def mistaken(indices: np.ndarray, seed: int) -> nn.Module:
+        raise ValueError("no such column")
+
+    def interrupted(indices: np.ndarray, seed: int) -> nn.Module:
+        if seed:
+            raise KeyboardInterrupt
+        return sometimes_fails(indices, seed)
+
+    subsets = random_subsets(40, 12, share=0.4)
+
+    def call(train: Any, **more: Any) -> Bank:
+        return retrain(train, TRAIN_SET, QUERY_SET, subsets=subsets, out=tmp_path, like=fit(np.arange(9), 0), **more)
+
+    with pytest.warns(RetrainingFailedWarning, match="no such column"):
+        assert call(mistaken).summary()["finished"] == 0
+    with pytest.raises(KeyboardInterrupt):
+        call(interrupted, seeds=2)
+    bank = Bank(tmp_path)
+    finished = bank.summary()["finished"]
+    assert finished + len(bank.failures) == 12
+    assert 0 < finished < 12
+    assert f"jostle: {finished} of 24 retrainings finished, {12 - finished} failed; the same call goes on" in (
+        capsys.readouterr().err
+    )
+    with pytest.warns(RetrainingFailedWarning):  # what fails among others is not tried again
+        assert call(fit).summary()["finished"] == finished
+
+
 def test_a_model_with_other_weights_says_which(tmp_path: Path) -> None:
     bank = Bank.create(
         tmp_path / "bank", random_subsets(9, 2), queries=1, fingerprints={}, shapes={"weight": [3, 2], "bias": [3]}

@@ -354,7 +354,7 @@ def retrain(
         like: a model of the shape that is expected; default: the first that comes back.
         jobs: how many processes train at once; −1 for one a core. Default: what ``joblib.parallel_config`` says, or 1.
         minutes: begin no retraining after so long.
-        retry: try again what failed before.
+        retry: try again what failed before. Where nothing has finished yet, it is tried again anyway.
         progress: show how many are finished where stderr is a terminal or a notebook, and a line a minute elsewhere.
 
     Returns:
@@ -402,6 +402,7 @@ def retrain(
     measure = Measure(query, loss or classification_loss(), dict(observables or {}), collate, batch_size)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
+    retry = retry or not bank.summary()["finished"]  # what none could do was a mistake, and may be mended
     todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
     unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
     processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
@@ -451,16 +452,21 @@ def retrain(
                     died = _Outcome(*pair, {}, {}, "its process died: out of memory, perhaps, or it crashed")
                     yield from [died] if alone else outcomes([pair], alone=True)
 
-    with telling(progress) as tell:
-        tell(how_far())
-        for outcome in outcomes(todo):
-            failure, kept = outcome.failure or bank.require_shapes(outcome.shapes), False
-            if failure is None:
-                kept = bank.store(outcome.subset, outcome.seed, outcome.values)
-            else:
-                bank.fail(outcome.subset, outcome.seed, failure, outcome.traceback)
-            unfinished, failed = unfinished - kept, failed + (not kept)
+    try:
+        with telling(progress) as tell:
             tell(how_far())
+            for outcome in outcomes(todo):
+                failure, kept = outcome.failure or bank.require_shapes(outcome.shapes), False
+                if failure is None:
+                    kept = bank.store(outcome.subset, outcome.seed, outcome.values)
+                else:
+                    bank.fail(outcome.subset, outcome.seed, failure, outcome.traceback)
+                unfinished, failed = unfinished - kept, failed + (not kept)
+                tell(how_far())
+    except KeyboardInterrupt:
+        if progress:
+            print(f"jostle: {how_far()}; the same call goes on", file=sys.stderr, flush=True)
+        raise
     if bank.failures:
         again = "failures are kept, and the same call leaves them out; retrain(..., retry=True) tries them again"
         warn(f"{bank.summary()['text']}; {again}", RetrainingFailedWarning)
