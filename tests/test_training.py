@@ -379,6 +379,7 @@ def test_one_of_many_that_fails(tmp_path: Path) -> None:
     data, query = (X[:MANY], y[:MANY]), (X[MANY:], y[MANY:])
     subsets = random_subsets(MANY, 12)
     train = Trainer(perceptron, data, adamw, epochs=1, at_once=12)
+    assert train.most_at_once([(np.arange(9), 0), (np.arange(9), 1)]) == (1, "one by one: gradients are not finite")
     with pytest.warns(RetrainingFailedWarning):
         bank = retrain(train, data, query, subsets=subsets, out=tmp_path / "infinite")
     held = subsets.members[:, 0].sum()

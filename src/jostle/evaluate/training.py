@@ -286,6 +286,8 @@ class Trainer:
                 if self.clip_norm is not None:
                     stack.clip(self.clip_norm)
             for number, one in enumerate(alone):
+                if not all(value.grad is None or torch.isfinite(value.grad).all() for value in one.parameters):
+                    return "gradients are not finite"
                 if not _same_gradients(together, one, number):
                     return "at once, a model has other gradients"
                 _share_gradients(together, one, number, longer**number)
