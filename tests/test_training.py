@@ -277,10 +277,21 @@ def test_what_can_be_stacked_though_it_looks_odd() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.two(self.one(x) * self.kept * self.get_buffer("two.also_kept"))
 
+    class Scaled(nn.Module):
+        """A single number is a parameter, too."""
+
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.inner, self.scale = perceptron(seed), nn.Parameter(torch.tensor(2.0).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.inner(x)
+
     for new_model, data, more in (
         (lambda seed: Masks(), classes(), {}),
         (lambda seed: Pooled(masked=True).double(), WORDS, {"collate": padded}),
         (perceptron, classes(), {"clip_norm": 0.1}),
+        (Scaled, classes(), {"clip_norm": 0.1}),
     ):
         train = Trainer(new_model, data, adamw, epochs=3, batch_size=6, at_once=4, **more)
         assert train.most_at_once(jobs_of(4))[0] == 4
@@ -436,7 +447,10 @@ def test_bad_input() -> None:
                        ({"epochs": 1, "at_once": 0}, "at_once")):  # fmt: skip
         with pytest.raises(InputError, match=name):
             Trainer(perceptron, classes(), adamw, **more)
-    not_a_model: Any = lambda seed: "model"  # noqa: E731
+
+    def not_a_model(seed: int) -> Any:
+        return "model"
+
     others = nn.Linear(5, 3)
     for new_model, optimizer, more, message in (
         (not_a_model, adamw, {}, "new_model: got a str"),

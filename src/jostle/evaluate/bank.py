@@ -427,12 +427,16 @@ def retrain(
     def outcomes(pairs: Iterable[tuple[int, int]], alone: bool = False) -> Iterator[_Outcome]:
         nonlocal at_once
         left, broken = iter(pairs), True
+
+        def next_group() -> list[tuple[int, int]]:
+            return list(itertools.islice(left, 1 if alone else at_once))
+
         while broken:
             begun: list[tuple[int, int]] = []
 
             def tasks(begun: list[tuple[int, int]] = begun) -> Iterator[Any]:
                 while deadline is None or time.monotonic() <= deadline:
-                    group = list(itertools.islice(left, 1 if alone else at_once))  # noqa: B023 - as it is then
+                    group = next_group()
                     if not group:
                         return
                     begun.extend(group)

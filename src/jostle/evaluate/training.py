@@ -200,13 +200,16 @@ class Trainer:
                 batch = next(batches)
                 if looking:
                     stack.look(self.loss, batch, size)
-                stack.gradient(self.loss, batch)
-                if self.clip_norm is not None:
-                    stack.clip(self.clip_norm)
+                self._gradient(stack, batch)
                 optimizer.step()
                 if schedule is not None:
                     schedule.step()
                 yield stack
+
+    def _gradient(self, stack: _One, batch: Batch) -> None:
+        stack.gradient(self.loss, batch)
+        if self.clip_norm is not None:
+            stack.clip(self.clip_norm)
 
     def _stack(self, jobs: Sequence[Job]) -> _One:
         """New models; one has its randomness from whoever trains it."""
@@ -282,9 +285,7 @@ class Trainer:
         batches = [self._batches(some, size, together.device) for some in (jobs, jobs[:1], jobs[1:])]
         for longer in (1.0, LARGE):
             for stack, own in zip((together, *alone), batches, strict=True):
-                stack.gradient(self.loss, next(own))
-                if self.clip_norm is not None:
-                    stack.clip(self.clip_norm)
+                self._gradient(stack, next(own))
             for number, one in enumerate(alone):
                 if not all(value.grad is None or torch.isfinite(value.grad).all() for value in one.parameters):
                     return "gradients are not finite"
@@ -394,7 +395,7 @@ class _Many(_One):
 
     def clip(self, longest: float) -> None:
         gradients = [value.grad for value in self.parameters if value.grad is not None]
-        lengths = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        lengths = torch.stack([gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         factors = (longest / (lengths + 1e-6)).clamp_max(1.0)
         for gradient in gradients:
             gradient *= factors.view(-1, *[1] * (gradient.ndim - 1))
