@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.errors import InputError
@@ -388,7 +389,8 @@ class _Many(_One):
         if not self._looked:  # a loss may look at a model and its numbers once, which it cannot do below
             self.look(loss, map_tensors(parts, lambda tensor: tensor[0]), _first(parts).shape[1])
             self._looked = True
-        with warnings.catch_warnings():
+        # Of a GPU's other kernels for attention, the way back cannot be taken through vmap.
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
             warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
             # A model's loss knows no other's weights, so the gradient of their sum is that of each.
             vmap(one)(self._weights, self._buffers, parts).sum().backward()
