@@ -210,9 +210,10 @@ def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | N
     return draws if 2 <= draws <= run.draws else None
 
 
-def measured(run: jostle.Run, bank: Bank, sampled: int, kappa: Kappa = 0.0) -> dict[str, Any]:
-    """What one run is worth: the LDS per query over subsets at every cost, and how many of its draws are effective."""
-    found = run.diagnostics()
+def measured(
+    run: jostle.Run, found: Mapping[str, Any], bank: Bank, sampled: int, kappa: Kappa = 0.0
+) -> dict[str, Any]:
+    """What a run is worth in which that was ``found``: the LDS per query over subsets at every cost."""
     kept: dict[str, Any] = {
         "draws": run.draws, "thin": run.config["thin"], "burn_in": run.config["burn_in"],
         "seconds": run.manifest["seconds"]["sampling"], "preparing": run.manifest["seconds"]["preparing"],
@@ -292,8 +293,9 @@ def measure(
             record.add_seconds(key, time.process_time() - started)
             record.write()
         spent = record.content["seconds"].pop(key)["seconds"]  # in all, where the run was interrupted
+        diagnosed = run.diagnostics()
         for read, kappa in readings.items():
-            found = measured(run, bank, sampled, kappa) | {"cpu_seconds": spent}
+            found = measured(run, diagnosed, bank, sampled, kappa) | {"cpu_seconds": spent}
             rows[read]["seeds"][str(seed)] = found
             print(f"  {read}, seed {seed}: {found}", flush=True)
         record.write()

@@ -178,6 +178,14 @@ def test_what_cannot_be_mapped_over_chains_runs_in_a_loop() -> None:
     assert np.asarray(together.traces.observable("first")[:]).std() > 0
 
 
+def test_an_observable_may_be_a_view_of_a_weight() -> None:
+    def first_row(model: nn.Module) -> Tensor:
+        return next(model.parameters())[0].view(-1)
+
+    together, alone = (run(observables={"first": first_row}, chains_at_once=count) for count in (3, 1))
+    np.testing.assert_allclose(together.traces.observable("first")[:], alone.traces.observable("first")[:], rtol=1e-8)
+
+
 def test_thinning_takes_every_other_draw() -> None:
     fine, coarse = run(thin=1, draws=9), run(thin=2, draws=5)
     np.testing.assert_array_equal(losses(fine)[:, ::2], losses(coarse))

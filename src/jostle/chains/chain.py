@@ -227,7 +227,8 @@ class Dynamics:
         observers = self._observers if observers is None else observers
         seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
         for name, observable in self._observables.items():
-            seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights))
+            # A copy: of a view of the weights, the next step would make its own.
+            seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights)).clone()
         if self.thermometer is not None:
             # The last that is asked of the model before the next step: what it returns may be written over by another.
             gradient = self.gradient(group)

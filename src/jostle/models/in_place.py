@@ -157,7 +157,7 @@ class InPlace(FunctionalModel):
         for flat in weights:
             self._place(flat)
             with self.precision():
-                values.append(self._run(function, *inputs))
+                values.append(self._run(function, *inputs).clone())  # a view of a weight becomes the next chain's
         return torch.stack(values)
 
     @torch.no_grad()
