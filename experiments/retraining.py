@@ -33,6 +33,7 @@ import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_alike, trak
+from jostle.attributors.metrics import Metric
 from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -54,6 +55,8 @@ BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
 ALIKE = ", layers alike"
 """After the name of what is asked of the model in units in which its layers count alike."""
+AT_START, BOTH_ENDS = ", at the start", ", both ends"
+"""After the name of what is asked of the model that is trained again, and of the mean of that and the trained one's."""
 TOLD = "that of training "
 """Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
 FIRST_ORDER_AT = (0.0, 1.0, READ_AT, 100.0, 1000.0)
@@ -134,7 +137,7 @@ class Setting:
     sgd: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The same where they are trained by SGD."""
     start: nn.Module | None = None
-    """What they are trained again from, where that is not near the model."""
+    """What they are trained again from, where that is not near the model: scores can be taken there, too."""
     alike: bool = False
     """Ask for gradients and draws in units in which layers count alike, too."""
     labels: float = LABELS
@@ -195,10 +198,7 @@ class Setting:
         }
         groups["ekfac"] = {
             f"EK-FAC, {label}": lambda damping=damping, seed=seed, directory=directory, label=label: {
-                f"EK-FAC, {label}": ekfac(
-                    self.model, self.train, self.query, fit_data=self.sampling_data, damping=damping, seed=seed,
-                    directory=directory, batch_size=self.batch_size, **data,
-                )
+                f"EK-FAC, {label}": self._ekfac(self.model, damping, directory, seed=seed)
             }
             for label, damping, seed, directory in [
                 # Those two fit their own factors, so that their time is the whole time; the others take the first's.
@@ -208,6 +208,9 @@ class Setting:
                 *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in self.dampings),
             ]
         }  # fmt: skip
+        if self.start is not None:
+            for group, jobs in self._at_both_ends(self.start, work).items():
+                groups[group] = groups.get(group, {}) | jobs
         groups["bif"] = {
             f"BIF {name}{unit}": lambda name=name, unit=unit, settings=settings: self._bif(
                 name, unit, settings, work, budget
@@ -258,6 +261,50 @@ class Setting:
         limit = self._limit(weights, metric="adam", seed=seed)
         return self._read(limit, name, self.adam, time.perf_counter() - started)
 
+    def _at_both_ends(self, start: nn.Module, work: Path) -> dict[str, dict[str, Callable[[], dict[str, Scores]]]]:
+        """What is asked where models begin, too, by method."""
+        metrics: dict[str, Metric] = {"": "isotropic", ALIKE: "layers"}
+        dampings = {"default damping": None, **{f"damping {damping:g}": damping for damping in self.dampings}}
+        return {
+            "first-order": {
+                f"{self.first_order}{unit}{BOTH_ENDS}": functools.partial(
+                    self._first_order_at_both_ends, f"{self.first_order}{unit}", metric, start
+                )
+                for unit, metric in metrics.items()
+            },
+            "ekfac": {
+                f"EK-FAC, {label}{BOTH_ENDS}": functools.partial(
+                    self._ekfac_at_both_ends, f"EK-FAC, {label}", damping, start, work
+                )
+                for label, damping in dampings.items()
+            },
+        }
+
+    def _first_order_at_both_ends(self, name: str, metric: Metric, start: nn.Module) -> dict[str, Scores]:
+        """The same where models begin, which is where those that take few steps stay; and the mean of both."""
+        found = {}
+        for where, model in (("", self.model), (AT_START, start)):
+            started = time.perf_counter()
+            limit = self._limit(self.weights, model=model, metric=metric, start=start)
+            found[where] = self._read(limit, "", self.sgd, time.perf_counter() - started)
+        found[BOTH_ENDS] = {read: mean_of(one, found[AT_START][read]) for read, one in found[""].items()}
+        return {f"{name}{where}{read}": one for where, some in found.items() for read, one in some.items()}
+
+    def _ekfac_at_both_ends(self, name: str, damping: float | None, start: nn.Module, work: Path) -> dict[str, Scores]:
+        found = {}
+        for where, model in (("", self.model), (AT_START, start)):
+            started = time.perf_counter()
+            scores = self._ekfac(model, damping, work / file_name(f"ekfac-ends{where}"))
+            took = {"seconds": time.perf_counter() - started}
+            found[f"{name}{where}"] = replace(scores, provenance={**scores.provenance, **took})
+        return found | {f"{name}{BOTH_ENDS}": mean_of(*found.values())}
+
+    def _ekfac(self, model: nn.Module, damping: float | None, directory: Path | None, *, seed: int = 0) -> Scores:
+        return ekfac(
+            model, self.train, self.query, fit_data=self.sampling_data, damping=damping, seed=seed,
+            directory=directory, batch_size=self.batch_size, loss=self.loss, weights=self.weights, collate=self.collate,
+        )  # fmt: skip
+
     def _read(
         self, limit: FirstOrder, name: str, trainings: Mapping[str, Mapping[str, float]], seconds: float, **more: Any
     ) -> dict[str, Scores]:
@@ -276,9 +323,9 @@ class Setting:
             read[f"{name}, {kind}, read at κ = {words}"] = replace(found, provenance={**found.provenance, **took})
         return read
 
-    def _limit(self, weights: Any, **more: Any) -> FirstOrder:
+    def _limit(self, weights: Any, *, model: nn.Module | None = None, **more: Any) -> FirstOrder:
         return FirstOrder(
-            self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
+            model or self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
             labels=self.labels, rounded=torch.cuda.is_available(), buffer_bytes=_buffer_bytes(0.65), **more,
         )  # fmt: skip
 
@@ -390,6 +437,15 @@ def sample(
         "effective_draws": found["effective_draws"], "verdict": found["verdict"]["level"],
         "failed_chains": len(found["failed_chains"]),
     }  # fmt: skip
+
+
+def mean_of(*given: Scores) -> Scores:
+    """The mean of scores of the same pairs, each in units of its own spread; it takes the time of all."""
+    values = np.zeros_like(given[0].values)
+    for scores in given:
+        values += scores.values * (1 / (len(given) * float(scores.values.std(dtype=np.float64))))
+    seconds = sum(scores.provenance["seconds"] for scores in given)
+    return replace(given[0], values=values, scale=None, provenance={**given[0].provenance, "seconds": seconds})
 
 
 class Record:

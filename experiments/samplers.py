@@ -210,9 +210,7 @@ def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | N
     return draws if 2 <= draws <= run.draws else None
 
 
-def measured(
-    run: jostle.Run, found: Mapping[str, Any], bank: Bank, sampled: int, kappa: Kappa = 0.0
-) -> dict[str, Any]:
+def measured(run: jostle.Run, found: Mapping[str, Any], bank: Bank, sampled: int, kappa: Kappa = 0.0) -> dict[str, Any]:
     """What a run is worth in which that was ``found``: the LDS per query over subsets at every cost."""
     kept: dict[str, Any] = {
         "draws": run.draws, "thin": run.config["thin"], "burn_in": run.config["burn_in"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import itertools
 import json
 import resource
@@ -121,6 +122,49 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     assert expected.values != pytest.approx(
         jostle.load(tmp_path / "work" / "all" / "runs" / "blind").influence(normalize=True).values, abs=0.1
     )
+
+
+def test_scores_where_training_begins(tmp_path: Path) -> None:
+    """A short step on a subset lowers losses by its gradients where it begins, and not by those of the trained model."""
+    start = nn.Sequential(nn.Linear(TRAIN_SET[0].shape[1], 3))
+    with torch.no_grad():
+        start[0].weight.copy_(torch.randn(3, TRAIN_SET[0].shape[1], generator=torch.Generator().manual_seed(0)))
+
+    def step(indices: np.ndarray, seed: int) -> nn.Module:
+        model = copy.deepcopy(start)
+        X, y = (part[indices] for part in TRAIN_SET)
+        nn.functional.cross_entropy(model(X), y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+        return model
+
+    record, budget = Record(tmp_path / "record.json", {}), Budget(10)
+    fingerprints = {"train": Data(TRAIN_SET, "train").fingerprint(), "query": Data(QUERY_SET, "query").fingerprint()}
+    bank = fill(
+        tmp_path / "bank", random_subsets(40, 20), step, QUERY_SET, jostle.losses.classification(), fingerprints,
+        seeds=1, budget=budget, record=record, batch_size=12, key="0.5",
+    )  # fmt: skip
+    jobs = ["first order, 2 labels, both ends"]
+    if importlib.util.find_spec("kronfluence") is not None:
+        jobs.append("EK-FAC, damping 1e+06, both ends")  # as much as that leaves gradients
+    of_both = replace(
+        setting(bank, 1), bif={}, methods=("first-order", "ekfac"), start=start, dampings=(1e6,), only=jobs,
+        sgd={"0.5": {"total_rate": 0.05}},
+    )  # fmt: skip
+    run(of_both, tmp_path / "work", record, budget)
+    methods = record.content["measured"]["all"]["0.5"]["methods"]
+    read = ", covariance, read at κ = that of training 0.5"
+    for name in (job.removesuffix(", both ends") for job in jobs):
+        rest = read if name.startswith("first order") else ""
+        trained, begun, both = (
+            methods[f"{name}{where}{rest}"]["per_query"] for where in ("", ", at the start", ", both ends")
+        )
+        assert begun > 0.98  # losses are kept in half precision
+        assert trained < both < begun
+    before = (tmp_path / "record.json").read_bytes()
+    run(of_both, tmp_path / "work", record, Budget(10))  # nothing is left to do
+    assert (tmp_path / "record.json").read_bytes() == before
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:
