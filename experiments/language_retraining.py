@@ -286,7 +286,7 @@ def setting_of(
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
         keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
-        read_at=arguments.read_at, only=arguments.only, adam=adam, alike=arguments.alike,
+        read_at=arguments.read_at, only=arguments.only, adam=adam, start=pretrained, alike=arguments.alike,
         first_order_at=arguments.first_order_at,
     )  # fmt: skip
 

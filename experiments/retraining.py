@@ -183,11 +183,9 @@ class Setting:
             self.first_order: lambda: self._first_order(work, budget),
             f"{self.first_order}{ALIKE}": self._first_order_of_layers,
         }
-        if self.adam:
-            chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
-            for (label, weights), seed in itertools.product(chosen.items(), range(self.label_seeds)):
-                name = f"{self.in_adam}{label}{f', seed {seed}' if seed else ''}"
-                groups["first-order"][name] = functools.partial(self._first_order_of_adam, name, weights, seed)
+        for (label, weights), seed in itertools.product(self._for_adam().items(), range(self.label_seeds)):
+            name = f"{self.in_adam}{label}{f', seed {seed}' if seed else ''}"
+            groups["first-order"][name] = functools.partial(self._first_order_of_adam, name, weights, seed)
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -242,7 +240,7 @@ class Setting:
             drawn, about = self.sample("spread of 40 draws", few, work, budget)
             runs[f"{self.first_order}, spread of 40 draws"] = drawn, about["seconds"]
         started = time.perf_counter()
-        limit = self._limit(self.weights, start=self.start)
+        limit = self._limit(self.weights, start=self.start if self.sgd else None)
         built = time.perf_counter() - started
         read: dict[str, Scores] = {}
         for name, (drawn, seconds) in runs.items():
@@ -252,7 +250,7 @@ class Setting:
     def _first_order_of_layers(self) -> dict[str, Scores]:
         """The same in the metric in which layers count alike."""
         started = time.perf_counter()
-        limit = self._limit(self.weights, metric="layers", start=self.start)
+        limit = self._limit(self.weights, metric="layers", start=self.start if self.sgd else None)
         return self._read(limit, f"{self.first_order}{ALIKE}", self.sgd, time.perf_counter() - started)
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
@@ -263,14 +261,16 @@ class Setting:
 
     def _at_both_ends(self, start: nn.Module, work: Path) -> dict[str, dict[str, Callable[[], dict[str, Scores]]]]:
         """What is asked where models begin, too, by method."""
-        metrics: dict[str, Metric] = {"": "isotropic", ALIKE: "layers"}
+        metrics: dict[str, tuple[Metric, Any]] = {
+            self.first_order: ("isotropic", self.weights),
+            f"{self.first_order}{ALIKE}": ("layers", self.weights),
+            **{f"{self.in_adam}{label}": ("adam", weights) for label, weights in self._for_adam().items()},
+        }
         dampings = {"default damping": None, **{f"damping {damping:g}": damping for damping in self.dampings}}
         return {
             "first-order": {
-                f"{self.first_order}{unit}{BOTH_ENDS}": functools.partial(
-                    self._first_order_at_both_ends, f"{self.first_order}{unit}", metric, start
-                )
-                for unit, metric in metrics.items()
+                f"{name}{BOTH_ENDS}": functools.partial(self._first_order_at_both_ends, name, metric, weights, start)
+                for name, (metric, weights) in metrics.items()
             },
             "ekfac": {
                 f"EK-FAC, {label}{BOTH_ENDS}": functools.partial(
@@ -280,13 +280,20 @@ class Setting:
             },
         }
 
-    def _first_order_at_both_ends(self, name: str, metric: Metric, start: nn.Module) -> dict[str, Scores]:
+    def _for_adam(self) -> dict[str, Any]:
+        """Which weights are asked for in the metric of Adam, by what is added to its name."""
+        if not self.adam:
+            return {}
+        return {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
+
+    def _first_order_at_both_ends(self, name: str, metric: Metric, weights: Any, start: nn.Module) -> dict[str, Scores]:
         """The same where models begin, which is where those that take few steps stay; and the mean of both."""
+        trainings, begun = (self.adam, None) if metric == "adam" else (self.sgd, start)
         found = {}
         for where, model in (("", self.model), (AT_START, start)):
             started = time.perf_counter()
-            limit = self._limit(self.weights, model=model, metric=metric, start=start)
-            found[where] = self._read(limit, "", self.sgd, time.perf_counter() - started)
+            limit = self._limit(weights, model=model, metric=metric, start=begun)
+            found[where] = self._read(limit, "", trainings, time.perf_counter() - started)
         found[BOTH_ENDS] = {read: mean_of(one, found[AT_START][read]) for read, one in found[""].items()}
         return {f"{name}{where}{read}": one for where, some in found.items() for read, one in some.items()}
 

@@ -145,12 +145,12 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         tmp_path / "bank", random_subsets(40, 20), step, QUERY_SET, jostle.losses.classification(), fingerprints,
         seeds=1, budget=budget, record=record, batch_size=12, key="0.5",
     )  # fmt: skip
-    jobs = ["first order, 2 labels, both ends"]
+    jobs = ["first order, 2 labels, both ends", "first order, 2 labels, metric of Adam, both ends"]
     if importlib.util.find_spec("kronfluence") is not None:
         jobs.append("EK-FAC, damping 1e+06, both ends")  # as much as that leaves gradients
     of_both = replace(
         setting(bank, 1), bif={}, methods=("first-order", "ekfac"), start=start, dampings=(1e6,), only=jobs,
-        sgd={"0.5": {"total_rate": 0.05}},
+        sgd={"0.5": {"total_rate": 0.05}}, adam={"0.5": {"total_rate": 0.05, "batch_size": 20}},
     )  # fmt: skip
     run(of_both, tmp_path / "work", record, budget)
     methods = record.content["measured"]["all"]["0.5"]["methods"]
@@ -160,7 +160,7 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         trained, begun, both = (
             methods[f"{name}{where}{rest}"]["per_query"] for where in ("", ", at the start", ", both ends")
         )
-        assert begun > 0.98  # losses are kept in half precision
+        assert begun > (0.8 if "Adam" in name else 0.98)  # the step was not Adam's; losses have half precision
         assert trained < both < begun
     before = (tmp_path / "record.json").read_bytes()
     run(of_both, tmp_path / "work", record, Budget(10))  # nothing is left to do
