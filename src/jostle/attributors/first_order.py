@@ -205,7 +205,7 @@ class FirstOrder:
                     )
             if metric == "layers" and held:
                 tell("how fast training moves what counts most")
-                _, pattern = _leading(self._held)
+                _, pattern = self._direction
                 along = _gradient_of_sum(in_place, loss, held, pattern / pattern.norm().clamp(min=TINY) * counted)
                 self._along = float(along.square().sum())
         self._fingerprints |= fingerprints_of(model, moving)
@@ -216,8 +216,13 @@ class FirstOrder:
             self._about["curvature_at_start"] = self._relative_curvature
 
     @functools.cached_property
+    def _direction(self) -> tuple[float, Float[Tensor, " held"]]:
+        """Where there is most curvature."""
+        return _leading(self._held)
+
+    @property
     def _largest(self) -> float:
-        found, _ = _leading(self._held)
+        found, _ = self._direction
         if not math.isfinite(found) or not found:
             got = "gradients that are all 0" if found == 0 else "gradients that are no finite numbers"
             expected = "weights that move the losses that are held" + (
