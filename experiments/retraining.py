@@ -12,6 +12,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -144,7 +145,7 @@ class Setting:
     first_order_at: Sequence[float] = FIRST_ORDER_AT
     label_seeds: int = 1
     only: Sequence[str] = ()
-    """Jobs to run, and their order; all where there is none."""
+    """Jobs to run, and their order; where there is none, all but those at both ends."""
     _cosines: dict[str, Scores] = field(default_factory=dict, init=False)
 
     @property
@@ -208,7 +209,7 @@ class Setting:
         }  # fmt: skip
         if self.start is not None:
             for group, jobs in self._at_both_ends(self.start, work).items():
-                groups[group] = groups.get(group, {}) | jobs
+                groups[group] |= jobs
         groups["bif"] = {
             f"BIF {name}{unit}": lambda name=name, unit=unit, settings=settings: self._bif(
                 name, unit, settings, work, budget
@@ -220,7 +221,7 @@ class Setting:
             jobs |= groups[group]
         for name in set(self.only) - jobs.keys():
             raise SystemExit(f"there is no job {name!r}; there are: {'; '.join(jobs)}")
-        return {name: jobs[name] for name in self.only or jobs}
+        return {name: jobs[name] for name in self.only or jobs if self.only or not name.endswith(BOTH_ENDS)}
 
     def rows_of(self, job: str, bank: str) -> set[str]:
         """Of what a job gives, what shows that it was done and judged by a bank."""
@@ -240,7 +241,7 @@ class Setting:
             drawn, about = self.sample("spread of 40 draws", few, work, budget)
             runs[f"{self.first_order}, spread of 40 draws"] = drawn, about["seconds"]
         started = time.perf_counter()
-        limit = self._limit(self.weights, start=self.start if self.sgd else None)
+        limit = self._limit(self.weights, start=self._begun)
         built = time.perf_counter() - started
         read: dict[str, Scores] = {}
         for name, (drawn, seconds) in runs.items():
@@ -250,7 +251,7 @@ class Setting:
     def _first_order_of_layers(self) -> dict[str, Scores]:
         """The same in the metric in which layers count alike."""
         started = time.perf_counter()
-        limit = self._limit(self.weights, metric="layers", start=self.start if self.sgd else None)
+        limit = self._limit(self.weights, metric="layers", start=self._begun)
         return self._read(limit, f"{self.first_order}{ALIKE}", self.sgd, time.perf_counter() - started)
 
     def _first_order_of_adam(self, name: str, weights: Any, seed: int) -> dict[str, Scores]:
@@ -266,7 +267,8 @@ class Setting:
             f"{self.first_order}{ALIKE}": ("layers", self.weights),
             **{f"{self.in_adam}{label}": ("adam", weights) for label, weights in self._for_adam().items()},
         }
-        dampings = {"default damping": None, **{f"damping {damping:g}": damping for damping in self.dampings}}
+        dampings = {"damping 1e-8": 1e-8, "default damping": None}
+        dampings |= {f"damping {damping:g}": damping for damping in self.dampings}
         return {
             "first-order": {
                 f"{name}{BOTH_ENDS}": functools.partial(self._first_order_at_both_ends, name, metric, weights, start)
@@ -287,24 +289,33 @@ class Setting:
         return {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
 
     def _first_order_at_both_ends(self, name: str, metric: Metric, weights: Any, start: nn.Module) -> dict[str, Scores]:
-        """The same where models begin, which is where those that take few steps stay; and the mean of both."""
-        trainings, begun = (self.adam, None) if metric == "adam" else (self.sgd, start)
-        found = {}
-        for where, model in (("", self.model), (AT_START, start)):
+        """The same where models begin, near which those that take few steps stay; and the mean of both."""
+        trainings, begun = (self.adam, None) if metric == "adam" else (self.sgd, self._begun)
+
+        def at(model: nn.Module) -> dict[str, Scores]:
             started = time.perf_counter()
             limit = self._limit(weights, model=model, metric=metric, start=begun)
-            found[where] = self._read(limit, "", trainings, time.perf_counter() - started)
-        found[BOTH_ENDS] = {read: mean_of(one, found[AT_START][read]) for read, one in found[""].items()}
-        return {f"{name}{where}{read}": one for where, some in found.items() for read, one in some.items()}
+            return self._read(limit, "", trainings, time.perf_counter() - started)
+
+        trained, found = at(self.model), {}
+        for read, begin in at(start).items():
+            found[f"{name}{AT_START}{read}"] = begin
+            found[f"{name}{BOTH_ENDS}{read}"] = mean_of(trained.pop(read), begin)  # there may be no room for all
+        return found
 
     def _ekfac_at_both_ends(self, name: str, damping: float | None, start: nn.Module, work: Path) -> dict[str, Scores]:
-        found = {}
+        found = []
         for where, model in (("", self.model), (AT_START, start)):
             started = time.perf_counter()
             scores = self._ekfac(model, damping, work / file_name(f"ekfac-ends{where}"))
             took = {"seconds": time.perf_counter() - started}
-            found[f"{name}{where}"] = replace(scores, provenance={**scores.provenance, **took})
-        return found | {f"{name}{BOTH_ENDS}": mean_of(*found.values())}
+            found.append(replace(scores, provenance={**scores.provenance, **took}))
+        return {f"{name}{AT_START}": found[1], f"{name}{BOTH_ENDS}": mean_of(*found)}
+
+    @property
+    def _begun(self) -> nn.Module | None:
+        """Where curvature is counted for the κ of the training, if one is told."""
+        return self.start if self.sgd and self.labels else None
 
     def _ekfac(self, model: nn.Module, damping: float | None, directory: Path | None, *, seed: int = 0) -> Scores:
         return ekfac(
@@ -450,9 +461,20 @@ def mean_of(*given: Scores) -> Scores:
     """The mean of scores of the same pairs, each in units of its own spread; it takes the time of all."""
     values = np.zeros_like(given[0].values)
     for scores in given:
-        values += scores.values * (1 / (len(given) * float(scores.values.std(dtype=np.float64))))
-    seconds = sum(scores.provenance["seconds"] for scores in given)
-    return replace(given[0], values=values, scale=None, provenance={**given[0].provenance, "seconds": seconds})
+        moments = [(row.mean(dtype=float), np.dot(row, row) / len(row)) for row in scores.values]
+        mean, square = np.mean(moments, axis=0)
+        spread = square - mean**2
+        if spread > 0:  # constant ones have no say
+            for total, row in zip(values, scores.values, strict=True):  # there may be no room for a copy
+                total += row / np.float32(len(given) * math.sqrt(spread))
+    about = {
+        "seconds": sum(scores.provenance["seconds"] for scores in given),
+        "kappa": [scores.provenance.get("kappa") for scores in given],
+    }
+    return Scores(
+        values=values, method=given[0].method,
+        provenance={"fingerprints": given[0].provenance["fingerprints"], **about},
+    )  # fmt: skip
 
 
 class Record:

@@ -210,13 +210,15 @@ def draws_at(cost: str, run: jostle.Run, observed: int, sampled: int) -> int | N
     return draws if 2 <= draws <= run.draws else None
 
 
-def measured(run: jostle.Run, found: Mapping[str, Any], bank: Bank, sampled: int, kappa: Kappa = 0.0) -> dict[str, Any]:
-    """What a run is worth in which that was ``found``: the LDS per query over subsets at every cost."""
+def measured(
+    run: jostle.Run, diagnosed: Mapping[str, Any], bank: Bank, sampled: int, kappa: Kappa = 0.0
+) -> dict[str, Any]:
+    """What a run is worth: the LDS per query over subsets at every cost, beside its diagnostics."""
     kept: dict[str, Any] = {
         "draws": run.draws, "thin": run.config["thin"], "burn_in": run.config["burn_in"],
         "seconds": run.manifest["seconds"]["sampling"], "preparing": run.manifest["seconds"]["preparing"],
-        "effective_draws": found.get("effective_draws"), "rise": found.get("rise"),
-        "verdict": found["verdict"]["level"], "failed_chains": len(run.failed_chains),
+        "effective_draws": diagnosed.get("effective_draws"), "rise": diagnosed.get("rise"),
+        "verdict": diagnosed["verdict"]["level"], "failed_chains": len(run.failed_chains),
     }  # fmt: skip
     if not len(run.healthy_chains):
         return kept

@@ -228,6 +228,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "whole observable": (
         lambda: {"observables": {"x": lambda m: (m[0].bias > 0).long()}}, r"^observable 'x': got values of torch\.int64"
     ),
+    "observable that is no tensor": (
+        lambda: {"observables": {"x": lambda m: m[0].bias.sum().item()}}, r"^observable 'x': got a float, expected a tensor"
+    ),
     "observable": (lambda: {"observables": {"x": lambda m: m[0].weight}}, r"^observable 'x': got shape \(4, 3\)"),
 }  # fmt: skip
 

@@ -179,16 +179,21 @@ def convolution() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(180, 4)).double()
 
 
-@pytest.mark.parametrize(("made", "tolerance"), [(convolution, 1e-8), (Attention, 1e-4)])
-def test_many_models_are_trained_at_once_as_one_by_one(made: Callable[[], torch.nn.Module], tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("made", "optimizer", "tolerance"), [(convolution, torch.optim.AdamW, 1e-8), (Attention, torch.optim.SGD, 1e-4)]
+)
+def test_many_models_are_trained_at_once_as_one_by_one(
+    made: Callable[[], torch.nn.Module], optimizer: Any, tolerance: float
+) -> None:
     random = torch.Generator().manual_seed(0)
     X, y = torch.randn(60, 3, 8, 8, generator=random), torch.randint(4, (60,), generator=random)
     train = Trainer(
         lambda seed: made().cuda(), (X.to(next(made().parameters()).dtype), y),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9), epochs=4, batch_size=10, at_once=5,
+        lambda parameters: optimizer(parameters, lr=0.01), epochs=4, batch_size=10, at_once=5,
     )  # fmt: skip
     jobs = [(np.random.default_rng(seed).choice(60, 30, replace=False), seed) for seed in range(5)]
     assert train.most_at_once(jobs)[0] == 5
     for one, job in zip(train.together(jobs), jobs, strict=True):
         for got, expected in zip(one.state_dict().values(), train(*job).state_dict().values(), strict=True):
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()

@@ -184,6 +184,7 @@ def test_an_observable_may_be_a_view_of_a_weight() -> None:
 
     together, alone = (run(observables={"first": first_row}, chains_at_once=count) for count in (3, 1))
     np.testing.assert_allclose(together.traces.observable("first")[:], alone.traces.observable("first")[:], rtol=1e-8)
+    assert np.asarray(alone.traces.observable("first")[:]).std((0, 1)).min() > 0
 
 
 def test_thinning_takes_every_other_draw() -> None:

@@ -43,6 +43,9 @@ LARGE = 1e4
 _RANDOMNESS = threading.RLock()
 """PyTorch has one random state for all threads."""
 
+_KERNELS = threading.RLock()
+"""And one choice of kernels."""
+
 
 class Trainer:
     """``train(indices, seed) -> model`` for `retrain`: many small models at once, where that is quicker.
@@ -389,8 +392,7 @@ class _Many(_One):
         if not self._looked:  # a loss may look at a model and its numbers once, which it cannot do below
             self.look(loss, map_tensors(parts, lambda tensor: tensor[0]), _first(parts).shape[1])
             self._looked = True
-        # Of a GPU's other kernels for attention, the way back cannot be taken through vmap.
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        with warnings.catch_warnings(), _kernels_for_vmap(self.device):
             warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
             # A model's loss knows no other's weights, so the gradient of their sum is that of each.
             vmap(one)(self._weights, self._buffers, parts).sum().backward()
@@ -515,6 +517,16 @@ def _orders(indices: np.ndarray, seed: int, size: int) -> Iterator[np.ndarray]:
             waiting = np.concatenate([waiting, generator.permutation(indices)])
         yield waiting[:size]
         waiting = waiting[size:]
+
+
+@contextlib.contextmanager
+def _kernels_for_vmap(device: torch.device) -> Iterator[None]:
+    """Of a GPU's other kernels for attention, the way back cannot be taken through vmap; other threads wait."""
+    if device.type != "cuda":
+        yield
+        return
+    with _KERNELS, sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextlib.contextmanager

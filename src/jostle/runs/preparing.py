@@ -179,8 +179,7 @@ def prepare(
     if drives_otherwise:
         check_neighbours(in_place, driving_loss, data.drawn_from)
     at_center = {
-        f"observable {name}": _check_observable(name, in_place.evaluate(phi, in_place.moving.center[None])[0])
-        for name, phi in functions.observables.items()
+        f"observable {name}": _check_observable(name, phi, in_place) for name, phi in functions.observables.items()
     }
     observers = {
         name: Observer(in_place, loss, observed, batch_sizes.get(name)) for name, observed in data.observed.items()
@@ -316,7 +315,15 @@ def _most_at_once(config: Config, in_place: InPlace, observers: Mapping[str, Obs
     return most
 
 
-def _check_observable(name: str, value: Tensor) -> Tensor:
+def _check_observable(name: str, observable: Observable, in_place: InPlace) -> Tensor:
+    def called(model: nn.Module) -> Tensor:
+        given = observable(model)
+        if not isinstance(given, Tensor):
+            expected = "a tensor of finite floating-point values of shape (p,)"
+            raise InputError(f"observable {name!r}", got=f"a {type(given).__name__}", expected=expected)
+        return given
+
+    value = in_place.evaluate(called, in_place.moving.center[None])[0]
     if value.ndim != 1 or not value.is_floating_point() or not torch.isfinite(value).all():
         found = "values that are not finite at w*" if value.is_floating_point() else f"values of {value.dtype}"
         raise InputError(
