@@ -277,9 +277,9 @@ def setting_of(
         )  # fmt: skip
     retrainer.graph = None  # the memory of its step is for others now
     repeated = {
-        f"{name}{f', seed {seed}' if seed else ''}": {**options, "seed": seed}
-        for name, options in bif.items()
-        for seed in range(1 if name.startswith("sweep") else arguments.bif_seeds)
+        f"{label}{f', seed {drawn}' if drawn else ''}": {**options, "seed": drawn}
+        for label, options in bif.items()
+        for drawn in range(1 if label.startswith("sweep") else arguments.bif_seeds)
     }
     return Setting(
         name, model, train, query, loss, banks, repeated, weights=WEIGHTS, texts=(train, query),

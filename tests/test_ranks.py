@@ -169,7 +169,7 @@ def test_rank_zero_decides_when_there_is_enough(tmp_path: Path) -> None:
     assert_same(out, expected)
     assert jostle.load(out).manifest["measured"] == expected.manifest["measured"]
     out = tmp_path / "auto"  # what a pilot chooses is its own to choose, but the same on all ranks
-    assert end(start(2, out, thin="auto", draws=6, chains=2), out) == ["6 draws"] * 2
+    assert end(start(2, out, thin="auto", draws=6), out) == ["6 draws"] * 2
     assert not np.isnan(traces(jostle.load(out))["train"]).any()
 
 
