@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,14 @@ import jostle
 from experiments.figures import draw
 from experiments.retraining import (
     METHODS,
+    PLACES,
     Budget,
     Record,
     Setting,
     add_retraining,
     analysed_model,
     conduct,
+    file_name,
     fill,
     parser_of,
     run,
@@ -297,21 +300,23 @@ def main() -> None:
     def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
             for setting in settings_of(arguments, seed, record, budget, bif):
-                run(setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
+                for place in arguments.at:
+                    run(setting.at(place), arguments.work / f"seed-{seed}" / "scores", record, budget)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
-    for share in arguments.attribution:
+    for share, place in itertools.product(arguments.attribution, arguments.at):
         chosen = {
             name: found
             for name, found in measured.items()
-            if name.endswith(f"alpha_attribution {share:g}") and all(f"{a:g}" in found for a in arguments.retrain)
+            if name.endswith(f"alpha_attribution {share:g}{PLACES[place]}")
+            and all(f"{a:g}" in found for a in arguments.retrain)
         }
+        stem = file_name(f"{arguments.record.stem}-{share:g}{PLACES[place]}")
         if chosen:
-            draw(arguments.record.with_name(f"{arguments.record.stem}-{share:g}.png"), chosen, "alpha_retrain",
-                 leave_out=TABLE_ALONE)  # fmt: skip
+            draw(arguments.record.with_name(f"{stem}.png"), chosen, "alpha_retrain", leave_out=TABLE_ALONE)
         for name, found in chosen.items() if len(chosen) > 1 else ():
             seed = name.split(",")[0].replace(" ", "-")
-            path = arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png")
+            path = arguments.record.with_name(f"{stem}-{seed}.png")
             draw(path, {name: found}, "alpha_retrain", list(chosen.values()), TABLE_ALONE)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from benchmarks.environment import write_record
 
-from experiments.figures import is_elsewhere
 from experiments.kept import SETS, KeptBank, influence, read_run
 from experiments.retraining import RECORDS
 from jostle.conditioning import Moves
@@ -67,7 +66,7 @@ def lines_beside(record: Path, bank: Path) -> dict[str, float]:
     return {
         name: row["per_query"]
         for name, row in methods.items()
-        if not is_elsewhere(name) and (name.startswith(("EK-FAC, damping", "GradSim")) or name == "BM25")
+        if name.startswith(("EK-FAC, damping", "GradSim")) or name == "BM25"
     }
 
 

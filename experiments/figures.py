@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.retraining import AT_START, BOTH_ENDS, DAMPINGS, READ, TOLD
+from experiments.retraining import DAMPINGS, READ, TOLD
 
 BEST, OF_THE_TRAINING = "EK-FAC, best damping", ", κ of the training"
 """Lines of which each bank has a point by another name."""
@@ -35,18 +35,9 @@ LOWEST = -0.1
 """What is farther below EK-FAC is not compared with it at a glance, and would press all others together."""
 
 
-def is_elsewhere(name: str) -> bool:
-    """Whether a method was asked of other weights than the trained model's alone."""
-    return AT_START in name or BOTH_ENDS in name
-
-
-def is_ekfac(name: str) -> bool:
-    return name.startswith("EK-FAC") and not is_elsewhere(name)
-
-
 def best_ekfac(methods: Mapping[str, Any], metric: str = "per_query") -> str | None:
     """EK-FAC at whichever damping does best."""
-    tried = [name for name in methods if is_ekfac(name)]
+    tried = [name for name in methods if name.startswith("EK-FAC")]
     return max(tried, key=lambda name: methods[name][metric], default=None)
 
 
@@ -57,8 +48,7 @@ def shown_methods(settings: Sequence[Mapping[str, Any]], leave_out: str = "(?!)"
     Of several seeds, what was measured on all of them: seeds are easier and harder, so that others cannot be compared.
     Of a family that has none such, all its lines.
     """
-    everything = (name for setting in settings for name in next(iter(setting.values()))["methods"])
-    first = [name for name in dict.fromkeys(everything) if not is_elsewhere(name)]
+    first = list(dict.fromkeys(name for setting in settings for name in next(iter(setting.values()))["methods"]))
     told = dict.fromkeys(
         f"{name.partition(', correlation')[0]}{OF_THE_TRAINING}" for name in first if _told(name, "correlation")
     )
@@ -66,7 +56,7 @@ def shown_methods(settings: Sequence[Mapping[str, Any]], leave_out: str = "(?!)"
     twice = [name for name in first if name.endswith(f"no gradient, correlation{READ}")][:1]
     left_out = (", seed", "sweep", "covariance", "read at κ")
     plain = [name for name in first if name not in tried and not any(part in name for part in left_out)]
-    best = [BEST] if any(map(is_ekfac, first)) else []
+    best = [BEST] if any(name.startswith("EK-FAC") for name in first) else []
     chosen = [name for name in (*plain, *twice, *told, *best) if not re.search(leave_out, name)]
     everywhere = [name for name in chosen if _count(name, settings) == len(settings)]
     families = {_family(name) for name in everywhere}
@@ -196,7 +186,7 @@ def draw(
 
 def _with_the_fit(bank: Mapping[str, Any]) -> float:
     """EK-FAC's seconds at whichever damping was first: the others have its factors at hand."""
-    rows = [row for name, row in bank["methods"].items() if is_ekfac(name)]
+    rows = [row for name, row in bank["methods"].items() if name.startswith("EK-FAC")]
     return max((row.get("seconds", 0.0) for row in rows), default=0.0)
 
 

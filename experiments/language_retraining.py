@@ -323,7 +323,8 @@ def main() -> None:
             print(named(recipe, seed), flush=True)
             given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
             setting = setting_of(arguments, recipe, record, budget, given, seed=seed)
-            run(setting, arguments.work / file_name(setting.name) / "scores", record, budget)
+            for place in arguments.at:
+                run(setting.at(place), arguments.work / file_name(setting.name) / "scores", record, budget)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
     for name, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():

@@ -12,7 +12,6 @@ import functools
 import io
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -34,7 +33,6 @@ import jostle
 from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_alike, trak
-from jostle.attributors.metrics import Metric
 from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Subsets, compare
 from jostle.evaluate.bank import shapes_of
@@ -56,8 +54,8 @@ BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
 ALIKE = ", layers alike"
 """After the name of what is asked of the model in units in which its layers count alike."""
-AT_START, BOTH_ENDS = ", at the start", ", both ends"
-"""After the name of what is asked of the model that is trained again, and of the mean of that and the trained one's."""
+PLACES = {"trained": "", "start": ", at the start"}
+"""Where scores are taken: of the trained model, or of what is trained again; after the name of a setting."""
 TOLD = "that of training "
 """Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
 FIRST_ORDER_AT = (0.0, 1.0, READ_AT, 100.0, 1000.0)
@@ -138,14 +136,14 @@ class Setting:
     sgd: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The same where they are trained by SGD."""
     start: nn.Module | None = None
-    """What they are trained again from, where that is not near the model: scores can be taken there, too."""
+    """What they are trained again from."""
     alike: bool = False
     """Ask for gradients and draws in units in which layers count alike, too."""
     labels: float = LABELS
     first_order_at: Sequence[float] = FIRST_ORDER_AT
     label_seeds: int = 1
     only: Sequence[str] = ()
-    """Jobs to run, and their order; where there is none, all but those at both ends."""
+    """Jobs to run, and their order; all where there is none."""
     _cosines: dict[str, Scores] = field(default_factory=dict, init=False)
 
     @property
@@ -156,6 +154,14 @@ class Setting:
     @property
     def in_adam(self) -> str:
         return f"{self.first_order}, metric of Adam"
+
+    def at(self, place: str) -> Setting:
+        """The same, asked of the weights at one of the `PLACES`."""
+        if place == "trained":
+            return self
+        if self.start is None:
+            raise SystemExit(f"{self.name}: it is not known what is trained again")
+        return replace(self, name=f"{self.name}{PLACES[place]}", model=self.start, checkpoints=())
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -184,9 +190,11 @@ class Setting:
             self.first_order: lambda: self._first_order(work, budget),
             f"{self.first_order}{ALIKE}": self._first_order_of_layers,
         }
-        for (label, weights), seed in itertools.product(self._for_adam().items(), range(self.label_seeds)):
-            name = f"{self.in_adam}{label}{f', seed {seed}' if seed else ''}"
-            groups["first-order"][name] = functools.partial(self._first_order_of_adam, name, weights, seed)
+        if self.adam:
+            chosen = {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
+            for (label, weights), seed in itertools.product(chosen.items(), range(self.label_seeds)):
+                name = f"{self.in_adam}{label}{f', seed {seed}' if seed else ''}"
+                groups["first-order"][name] = functools.partial(self._first_order_of_adam, name, weights, seed)
         many = f"TRAK, {len(self.checkpoints)} checkpoints"
         groups["trak"] = {
             name: lambda models=models, name=name: {
@@ -197,7 +205,10 @@ class Setting:
         }
         groups["ekfac"] = {
             f"EK-FAC, {label}": lambda damping=damping, seed=seed, directory=directory, label=label: {
-                f"EK-FAC, {label}": self._ekfac(self.model, damping, directory, seed=seed)
+                f"EK-FAC, {label}": ekfac(
+                    self.model, self.train, self.query, fit_data=self.sampling_data, damping=damping, seed=seed,
+                    directory=directory, batch_size=self.batch_size, **data,
+                )
             }
             for label, damping, seed, directory in [
                 # Those two fit their own factors, so that their time is the whole time; the others take the first's.
@@ -207,9 +218,6 @@ class Setting:
                 *((f"damping {damping:g}", damping, 0, work / "ekfac") for damping in self.dampings),
             ]
         }  # fmt: skip
-        if self.start is not None:
-            for group, jobs in self._at_both_ends(self.start, work).items():
-                groups[group] |= jobs
         groups["bif"] = {
             f"BIF {name}{unit}": lambda name=name, unit=unit, settings=settings: self._bif(
                 name, unit, settings, work, budget
@@ -221,7 +229,7 @@ class Setting:
             jobs |= groups[group]
         for name in set(self.only) - jobs.keys():
             raise SystemExit(f"there is no job {name!r}; there are: {'; '.join(jobs)}")
-        return {name: jobs[name] for name in self.only or jobs if self.only or not name.endswith(BOTH_ENDS)}
+        return {name: jobs[name] for name in self.only or jobs}
 
     def rows_of(self, job: str, bank: str) -> set[str]:
         """Of what a job gives, what shows that it was done and judged by a bank."""
@@ -260,68 +268,10 @@ class Setting:
         limit = self._limit(weights, metric="adam", seed=seed)
         return self._read(limit, name, self.adam, time.perf_counter() - started)
 
-    def _at_both_ends(self, start: nn.Module, work: Path) -> dict[str, dict[str, Callable[[], dict[str, Scores]]]]:
-        """What is asked where models begin, too, by method."""
-        metrics: dict[str, tuple[Metric, Any]] = {
-            self.first_order: ("isotropic", self.weights),
-            f"{self.first_order}{ALIKE}": ("layers", self.weights),
-            **{f"{self.in_adam}{label}": ("adam", weights) for label, weights in self._for_adam().items()},
-        }
-        dampings = {"damping 1e-8": 1e-8, "default damping": None}
-        dampings |= {f"damping {damping:g}": damping for damping in self.dampings}
-        return {
-            "first-order": {
-                f"{name}{BOTH_ENDS}": functools.partial(self._first_order_at_both_ends, name, metric, weights, start)
-                for name, (metric, weights) in metrics.items()
-            },
-            "ekfac": {
-                f"EK-FAC, {label}{BOTH_ENDS}": functools.partial(
-                    self._ekfac_at_both_ends, f"EK-FAC, {label}", damping, start, work
-                )
-                for label, damping in dampings.items()
-            },
-        }
-
-    def _for_adam(self) -> dict[str, Any]:
-        """Which weights are asked for in the metric of Adam, by what is added to its name."""
-        if not self.adam:
-            return {}
-        return {"": self.weights} if self.weights == "all" else {"": self.weights, ", all weights": "all"}
-
-    def _first_order_at_both_ends(self, name: str, metric: Metric, weights: Any, start: nn.Module) -> dict[str, Scores]:
-        """The same where models begin, near which those that take few steps stay; and the mean of both."""
-        trainings, begun = (self.adam, None) if metric == "adam" else (self.sgd, self._begun)
-
-        def at(model: nn.Module) -> dict[str, Scores]:
-            started = time.perf_counter()
-            limit = self._limit(weights, model=model, metric=metric, start=begun)
-            return self._read(limit, "", trainings, time.perf_counter() - started)
-
-        trained, found = at(self.model), {}
-        for read, begin in at(start).items():
-            found[f"{name}{AT_START}{read}"] = begin
-            found[f"{name}{BOTH_ENDS}{read}"] = mean_of(trained.pop(read), begin)  # there may be no room for all
-        return found
-
-    def _ekfac_at_both_ends(self, name: str, damping: float | None, start: nn.Module, work: Path) -> dict[str, Scores]:
-        found = []
-        for where, model in (("", self.model), (AT_START, start)):
-            started = time.perf_counter()
-            scores = self._ekfac(model, damping, work / file_name(f"ekfac-ends{where}"))
-            took = {"seconds": time.perf_counter() - started}
-            found.append(replace(scores, provenance={**scores.provenance, **took}))
-        return {f"{name}{AT_START}": found[1], f"{name}{BOTH_ENDS}": mean_of(*found)}
-
     @property
     def _begun(self) -> nn.Module | None:
         """Where curvature is counted for the κ of the training, if one is told."""
         return self.start if self.sgd and self.labels else None
-
-    def _ekfac(self, model: nn.Module, damping: float | None, directory: Path | None, *, seed: int = 0) -> Scores:
-        return ekfac(
-            model, self.train, self.query, fit_data=self.sampling_data, damping=damping, seed=seed,
-            directory=directory, batch_size=self.batch_size, loss=self.loss, weights=self.weights, collate=self.collate,
-        )  # fmt: skip
 
     def _read(
         self, limit: FirstOrder, name: str, trainings: Mapping[str, Mapping[str, float]], seconds: float, **more: Any
@@ -341,9 +291,9 @@ class Setting:
             read[f"{name}, {kind}, read at κ = {words}"] = replace(found, provenance={**found.provenance, **took})
         return read
 
-    def _limit(self, weights: Any, *, model: nn.Module | None = None, **more: Any) -> FirstOrder:
+    def _limit(self, weights: Any, **more: Any) -> FirstOrder:
         return FirstOrder(
-            model or self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
+            self.model, self.train, self.query, loss=self.loss, weights=weights, collate=self.collate,
             labels=self.labels, rounded=torch.cuda.is_available(), buffer_bytes=_buffer_bytes(0.65), **more,
         )  # fmt: skip
 
@@ -455,26 +405,6 @@ def sample(
         "effective_draws": found["effective_draws"], "verdict": found["verdict"]["level"],
         "failed_chains": len(found["failed_chains"]),
     }  # fmt: skip
-
-
-def mean_of(*given: Scores) -> Scores:
-    """The mean of scores of the same pairs, each in units of its own spread; it takes the time of all."""
-    values = np.zeros_like(given[0].values)
-    for scores in given:
-        moments = [(row.mean(dtype=float), np.dot(row, row) / len(row)) for row in scores.values]
-        mean, square = np.mean(moments, axis=0)
-        spread = square - mean**2
-        if spread > 0:  # constant ones have no say
-            for total, row in zip(values, scores.values, strict=True):  # there may be no room for a copy
-                total += row / np.float32(len(given) * math.sqrt(spread))
-    about = {
-        "seconds": sum(scores.provenance["seconds"] for scores in given),
-        "kappa": [scores.provenance.get("kappa") for scores in given],
-    }
-    return Scores(
-        values=values, method=given[0].method,
-        provenance={"fingerprints": given[0].provenance["fingerprints"], **about},
-    )  # fmt: skip
 
 
 class Record:
@@ -708,6 +638,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
     parser.add_argument("--alike", action="store_true", help="gradients and draws besides in units of layers alike")
+    parser.add_argument("--at", nargs="+", choices=list(PLACES), default=["trained"], help="where scores are taken")
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)
     parser.set_defaults(**{"read_at": (READ_AT,), **defaults})

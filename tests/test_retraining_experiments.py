@@ -30,7 +30,7 @@ from experiments import (
     samplers,
     steadied,
 )
-from experiments.figures import BEST, REFERENCE, _difference, _over_seeds, best_ekfac, draw, row_of, shown_methods
+from experiments.figures import BEST, REFERENCE, _difference, _over_seeds, draw, row_of, shown_methods
 from experiments.retraining import (
     FIRST_ORDER_AT,
     Budget,
@@ -40,7 +40,6 @@ from experiments.retraining import (
     analysed_model,
     fill,
     judged_by,
-    mean_of,
     run,
 )
 from torch import nn
@@ -146,49 +145,28 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         tmp_path / "bank", random_subsets(40, 20), step, QUERY_SET, jostle.losses.classification(), fingerprints,
         seeds=1, budget=budget, record=record, batch_size=12, key="0.5",
     )  # fmt: skip
-    jobs = ["first order, 2 labels, both ends", "first order, 2 labels, metric of Adam, both ends"]
+    jobs = ["first order, 2 labels", "first order, 2 labels, metric of Adam"]
     if importlib.util.find_spec("kronfluence") is not None:
-        jobs.append("EK-FAC, damping 1e+06, both ends")  # as much as that leaves gradients
-    of_both = replace(
-        setting(bank, 1), bif={}, methods=("first-order", "ekfac"), start=start, dampings=(1e6,), only=jobs,
+        jobs.append("EK-FAC, damping 1e+06")  # as much as that leaves gradients
+    asked = replace(
+        setting(bank, 1), bif={}, methods=("first-order", "ekfac"), dampings=(1e6,), only=jobs,
         sgd={"0.5": {"total_rate": 0.05}}, adam={"0.5": {"total_rate": 0.05, "batch_size": 20}},
     )  # fmt: skip
-    plain = [job.removesuffix(", both ends") for job in jobs]
-    run(replace(of_both, only=plain), tmp_path / "work", record, budget)
-    there = copy.deepcopy(record.content["measured"]["all"]["0.5"]["methods"])
-    assert not any("ends" in name for name in there)
-    run(of_both, tmp_path / "work", record, budget)
-    methods = record.content["measured"]["all"]["0.5"]["methods"]
-    assert {name: methods[name] for name in there} == there  # what was measured stays
-    assert not any("start" in name or "ends" in name for name in shown_methods([{"0.5": {"methods": methods}}]))
-    assert best_ekfac(methods) in (None, "EK-FAC, damping 1e+06")
-    read = ", covariance, read at κ = that of training 0.5"
-    for name in plain:
-        rest = read if name.startswith("first order") else ""
-        trained, begun, both = (
-            methods[f"{name}{where}{rest}"]["per_query"] for where in ("", ", at the start", ", both ends")
-        )
-        assert begun > (0.8 if "Adam" in name else 0.98)  # the step was not Adam's; losses have half precision
-        assert trained < both < begun
+    with pytest.raises(SystemExit, match="it is not known what is trained again"):
+        asked.at("start")
+    asked = replace(asked, start=start)
+    for place in ("trained", "start"):
+        run(asked.at(place), tmp_path / "work", record, budget)
+    trained, begun = (
+        record.content["measured"][name]["0.5"]["methods"] for name in (asked.name, f"{asked.name}, at the start")
+    )
+    for job in jobs:
+        rest = ", covariance, read at κ = that of training 0.5" if job.startswith("first order") else ""
+        least = 0.8 if "Adam" in job else 0.98  # the step was not Adam's; losses have half precision
+        assert begun[f"{job}{rest}"]["per_query"] > max(least, trained[f"{job}{rest}"]["per_query"])
     before = (tmp_path / "record.json").read_bytes()
-    run(of_both, tmp_path / "work", record, Budget(10))  # nothing is left to do
+    run(asked.at("start"), tmp_path / "work", record, Budget(10))  # nothing is left to do
     assert (tmp_path / "record.json").read_bytes() == before
-
-
-def test_the_mean_of_scores_has_as_much_of_each() -> None:
-    random = np.random.default_rng(0)
-    values = random.normal(3, 2, (30, 20)).astype(np.float32), random.normal(0, 2000, (30, 20)).astype(np.float32)
-    given = [
-        jostle.Scores(
-            values=one, method="x", normalized=True, provenance={"fingerprints": {}, "seconds": 2.0, "kappa": k}
-        )
-        for k, one in enumerate(values)
-    ]
-    found = mean_of(*given)
-    np.testing.assert_allclose(found.values, (values[0] / values[0].std() + values[1] / values[1].std()) / 2, rtol=1e-4)
-    assert (found.normalized, found.provenance["seconds"], found.provenance["kappa"]) == (False, 4.0, [0, 1])
-    constant = replace(given[0], values=np.full_like(values[0], 7.0))
-    np.testing.assert_allclose(mean_of(constant, given[1]).values, values[1] / values[1].std() / 2, rtol=1e-4)
 
 
 def test_an_experiment_goes_on_from_its_work_and_its_record(tmp_path: Path) -> None:
