@@ -31,11 +31,11 @@ import jostle
 from experiments.figures import draw
 from experiments.retraining import (
     METHODS,
-    PLACES,
     Budget,
     Record,
     Setting,
     add_retraining,
+    after,
     analysed_model,
     conduct,
     file_name,
@@ -165,15 +165,16 @@ def training_of(steps: int) -> dict[str, float]:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.SGD, data: tuple[Tensor, Tensor], seed: int, *, steps: int, batch_size: int
-) -> None:
-    """So many steps over shuffled batches; the learning rate rises to its peak and falls again."""
+    model: nn.Module, optimizer: torch.optim.SGD, data: tuple[Tensor, Tensor], seed: int, *,
+    steps: int, batch_size: int, part: float = 1.0,
+) -> None:  # fmt: skip
+    """So many steps over shuffled batches, or a part of them; the learning rate rises to its peak and falls again."""
     X, y = data
     bfloat16 = X.is_cuda
     generator = torch.Generator().manual_seed(seed)
     model.train()
     order = torch.empty(0, dtype=torch.long)
-    for factor in schedule_of(steps):
+    for factor in schedule_of(steps)[: round(part * steps)]:
         while len(order) < batch_size:
             order = torch.cat([order, torch.randperm(len(y), generator=generator)])
         chosen, order = order[:batch_size].to(X.device), order[batch_size:]
@@ -211,7 +212,7 @@ class Retrainer:
         """What is trained again."""
         return self._warm(1_000 * self._seed + seed)[0].eval()
 
-    def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
+    def __call__(self, indices: np.ndarray, seed: int, part: float = 1.0) -> nn.Module:
         seed = 1_000 * self._seed + seed
         warm, state = self._warm(seed)
         model = copy.deepcopy(warm)
@@ -221,7 +222,7 @@ class Retrainer:
         data = self._data[0][chosen], self._data[1][chosen]
         size = min(self._batch_size, len(indices))
         steps = steps_of(len(indices), self._epochs, self._batch_size)
-        train(model, optimizer, data, seed, steps=steps, batch_size=size)
+        train(model, optimizer, data, seed, steps=steps, batch_size=size, part=part)
         return model
 
 
@@ -272,7 +273,8 @@ def settings_of(
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
             read_at=arguments.read_at, only=arguments.only,
-            sgd=sgd, start=retrainer.start(seed=0), alike=arguments.alike, first_order_at=arguments.first_order_at,
+            sgd=sgd, start=retrainer.start(seed=0), along=functools.partial(retrainer, np.arange(count), 0),
+            alike=arguments.alike, first_order_at=arguments.first_order_at,
         )  # fmt: skip
 
 
@@ -300,18 +302,18 @@ def main() -> None:
     def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
             for setting in settings_of(arguments, seed, record, budget, bif):
-                for place in arguments.at:
-                    run(setting.at(place), arguments.work / f"seed-{seed}" / "scores", record, budget)
+                for part in arguments.at:
+                    run(setting.at(part), arguments.work / f"seed-{seed}" / "scores", record, budget)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
-    for share, place in itertools.product(arguments.attribution, arguments.at):
+    for share, part in itertools.product(arguments.attribution, arguments.at):
         chosen = {
             name: found
             for name, found in measured.items()
-            if name.endswith(f"alpha_attribution {share:g}{PLACES[place]}")
+            if name.endswith(f"alpha_attribution {share:g}{after(part)}")
             and all(f"{a:g}" in found for a in arguments.retrain)
         }
-        stem = file_name(f"{arguments.record.stem}-{share:g}{PLACES[place]}")
+        stem = file_name(f"{arguments.record.stem}-{share:g}{after(part)}")
         if chosen:
             draw(arguments.record.with_name(f"{stem}.png"), chosen, "alpha_retrain", leave_out=TABLE_ALONE)
         for name, found in chosen.items() if len(chosen) > 1 else ():

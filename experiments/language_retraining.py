@@ -126,8 +126,8 @@ class FineTuner:
         self.graph: Graph | None = None
         self._to_be_recorded = cuda and data.on_device
 
-    def __call__(self, indices: np.ndarray, seed: int) -> nn.Module:
-        """Return the working model, fine-tuned on these; the next call goes on with it."""
+    def __call__(self, indices: np.ndarray, seed: int, part: float = 1.0) -> nn.Module:
+        """Return the working model, fine-tuned on these, or a part of the way; the next call goes on with it."""
         self._model.train()
         if self._to_be_recorded:
             self._record()
@@ -135,7 +135,7 @@ class FineTuner:
         generator = np.random.default_rng(seed)
         cuts = range(self._batch_size, len(indices), self._batch_size)
         batches = [batch for _ in range(self._epochs) for batch in np.split(generator.permutation(indices), cuts)]
-        for done, chosen in enumerate(batches):
+        for done, chosen in enumerate(batches[: round(part * len(batches))]):
             self._set_rate(self._learning_rate * (1 - done / len(batches)))
             if self.graph is not None and len(chosen) == self._batch_size:
                 self.graph(torch.from_numpy(chosen))
@@ -286,8 +286,9 @@ def setting_of(
         batch_size=arguments.scoring_batch, precision="bfloat16" if device == "cuda" else "model",
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
         keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
-        read_at=arguments.read_at, only=arguments.only, adam=adam, start=pretrained, alike=arguments.alike,
-        first_order_at=arguments.first_order_at,
+        read_at=arguments.read_at, only=arguments.only, adam=adam, alike=arguments.alike,
+        first_order_at=arguments.first_order_at, start=pretrained,
+        along=lambda part: copy.deepcopy(retrainer(np.arange(len(train)), first + 999, part)),
     )  # fmt: skip
 
 
@@ -323,8 +324,8 @@ def main() -> None:
             print(named(recipe, seed), flush=True)
             given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
             setting = setting_of(arguments, recipe, record, budget, given, seed=seed)
-            for place in arguments.at:
-                run(setting.at(place), arguments.work / file_name(setting.name) / "scores", record, budget)
+            for part in arguments.at:
+                run(setting.at(part), arguments.work / file_name(setting.name) / "scores", record, budget)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
     for name, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():

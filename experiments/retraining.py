@@ -34,7 +34,7 @@ from experiments import kept
 from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_alike, trak
 from jostle.errors import EstimateWarning
-from jostle.evaluate import Bank, Measure, Subsets, compare
+from jostle.evaluate import Bank, Measure, Report, Subsets, compare
 from jostle.evaluate.bank import shapes_of
 from jostle.losses import Loss
 from jostle.scores import Scores
@@ -54,8 +54,6 @@ BOOTSTRAP = 100
 METHODS = ("gradients", "first-order", "trak", "ekfac", "bif")
 ALIKE = ", layers alike"
 """After the name of what is asked of the model in units in which its layers count alike."""
-PLACES = {"trained": "", "start": ", at the start"}
-"""Where scores are taken: of the trained model, or of what is trained again; after the name of a setting."""
 TOLD = "that of training "
 """Before the name of a bank: scores that are read as its training says are judged by that bank alone."""
 FIRST_ORDER_AT = (0.0, 1.0, READ_AT, 100.0, 1000.0)
@@ -137,6 +135,8 @@ class Setting:
     """The same where they are trained by SGD."""
     start: nn.Module | None = None
     """What they are trained again from."""
+    along: Callable[[float], nn.Module] | None = None
+    """What such a part of a training on all examples makes of it."""
     alike: bool = False
     """Ask for gradients and draws in units in which layers count alike, too."""
     labels: float = LABELS
@@ -155,13 +155,14 @@ class Setting:
     def in_adam(self) -> str:
         return f"{self.first_order}, metric of Adam"
 
-    def at(self, place: str) -> Setting:
-        """The same, asked of the weights at one of the `PLACES`."""
-        if place == "trained":
+    def at(self, part: float) -> Setting:
+        """The same, asked of what a training is after such a part of it: 0 is where models begin, 1 the model."""
+        if part == 1:
             return self
-        if self.start is None:
-            raise SystemExit(f"{self.name}: it is not known what is trained again")
-        return replace(self, name=f"{self.name}{PLACES[place]}", model=self.start, checkpoints=())
+        if self.start is None or self.along is None:
+            raise SystemExit(f"{self.name}: there is no way to the model")
+        model = self.along(part).eval() if part else self.start
+        return replace(self, name=f"{self.name}{after(part)}", model=model, start=None, along=None, checkpoints=())
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -270,7 +271,7 @@ class Setting:
 
     @property
     def _begun(self) -> nn.Module | None:
-        """Where curvature is counted for the κ of the training, if one is told."""
+        """Where curvature is counted for the κ of the training, if one is told; None: at the model itself."""
         return self.start if self.sgd and self.labels else None
 
     def _read(
@@ -407,6 +408,11 @@ def sample(
     }  # fmt: skip
 
 
+def after(part: float) -> str:
+    """What is added to the name of a setting that is asked of a part of a training."""
+    return "" if part == 1 else f", after {part:g} of the training" if part else ", at the start"
+
+
 class Record:
     """What was measured so far; written after every step."""
 
@@ -468,11 +474,16 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     work = work / file_name(setting.name)
     work.mkdir(parents=True, exist_ok=True)
     setting.keep_banks()
-    for bank_name, bank in setting.banks.items():
-        if not record.has(setting.name, bank_name, "random", bank.summary()["finished"]):
-            budget.check()
-            record.keep(setting.name, bank_name, compare(bank, {}, texts=setting.texts, bootstrap=BOOTSTRAP), {})
-            record.write()
+    lacking = {
+        name: bank
+        for name, bank in setting.banks.items()
+        if not record.has(setting.name, name, "random", bank.summary()["finished"])
+    }
+    if lacking:
+        budget.check()
+        for name, report in judged(lacking, {}, texts=setting.texts):
+            record.keep(setting.name, name, report, {})
+        record.write()
     measured = record.content["measured"].get(setting.name, {})
     jobs = {
         name: job
@@ -483,30 +494,34 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
         scores = {}
         for made, given in results.items():
             with record.failing(setting.name, made):
-                for bank in setting.banks.values():
+                for bank in (bank for name, bank in setting.banks.items() if is_judged_by(name, made)):
                     bank.check(given)
                 scores[made] = given
         about = {
             made: {"seconds": seconds, **{key: value for key, value in given.provenance.items() if key in KEPT}}
             for made, given in scores.items()
         }
-        with ThreadPoolExecutor() as pool:  # sorting and products let go of the interpreter
-            reports = pool.map(
-                lambda item, scores=scores: compare(
-                    item[1], judged_by(item[0], scores), controls=False, bootstrap=BOOTSTRAP
-                ),
-                setting.banks.items(),
-            )
-        for bank_name, report in zip(setting.banks, reports, strict=True):
+        for bank_name, report in judged(setting.banks, scores, controls=False):
             record.keep(setting.name, bank_name, report, about)
             for row in report.rows:
                 took = about[row.method]["seconds"]
                 print(f"  {bank_name:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
 
 
-def judged_by(bank: str, scores: Mapping[str, Scores]) -> dict[str, Scores]:
-    """All but those that are read as another bank's training says."""
-    return {name: given for name, given in scores.items() if TOLD not in name or name.endswith(f"{TOLD}{bank}")}
+def judged(banks: Mapping[str, Bank], scores: Mapping[str, Scores], **more: Any) -> Iterator[tuple[str, Report]]:
+    """What each bank says of the scores that it judges."""
+
+    def by(name: str) -> tuple[str, Report]:
+        own = {made: given for made, given in scores.items() if is_judged_by(name, made)}
+        return name, compare(banks[name], own, bootstrap=BOOTSTRAP, **more)
+
+    with ThreadPoolExecutor() as pool:  # random numbers, sorting and products let go of the interpreter
+        yield from pool.map(by, banks)
+
+
+def is_judged_by(bank: str, scores: str) -> bool:
+    """All are, but those that are read as another bank's training says."""
+    return TOLD not in scores or scores.endswith(f"{TOLD}{bank}")
 
 
 KEPT = (
@@ -638,7 +653,10 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--label-seeds", type=int, default=1, help="so many times, in the metric of Adam")
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
     parser.add_argument("--alike", action="store_true", help="gradients and draws besides in units of layers alike")
-    parser.add_argument("--at", nargs="+", choices=list(PLACES), default=["trained"], help="where scores are taken")
+    parser.add_argument(
+        "--at", type=float, nargs="+", metavar="PART", default=[1.0],
+        help="after which parts of a training scores are taken: 0 is where it begins, 1 the model that is analysed",
+    )  # fmt: skip
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)
     parser.set_defaults(**{"read_at": (READ_AT,), **defaults})

@@ -39,7 +39,7 @@ from experiments.retraining import (
     Setting,
     analysed_model,
     fill,
-    judged_by,
+    is_judged_by,
     run,
 )
 from torch import nn
@@ -82,9 +82,10 @@ def test_scores_without_draws_and_with_the_spread_of_a_few(tmp_path: Path) -> No
     names = [name for name in methods if name.startswith("first order")]
     # As they are, with a spread, and of layers alike; and of Adam, which has been told a κ: covariances and correlations.
     assert len(names) == 2 * (3 * len(FIRST_ORDER_AT) + len(FIRST_ORDER_AT) + 1)
-    scores = dict.fromkeys(names, jostle.Scores(values=np.zeros((1, 1)), method="x"))
-    assert judged_by("0.5", scores) == scores
-    assert scores.keys() - judged_by("0.25", scores) == {name for name in names if name.endswith("of training 0.5")}
+    assert all(is_judged_by("0.5", name) for name in names)
+    assert [name for name in names if not is_judged_by("0.25", name)] == [
+        name for name in names if name.endswith("of training 0.5")
+    ]
     told = methods[f"{few.in_adam}, covariance, read at κ = that of training 0.5"]
     assert told["per_query"] > 0.6
     assert told["kappa"] not in FIRST_ORDER_AT
@@ -152,11 +153,15 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         setting(bank, 1), bif={}, methods=("first-order", "ekfac"), dampings=(1e6,), only=jobs,
         sgd={"0.5": {"total_rate": 0.05}}, adam={"0.5": {"total_rate": 0.05, "batch_size": 20}},
     )  # fmt: skip
-    with pytest.raises(SystemExit, match="it is not known what is trained again"):
-        asked.at("start")
-    asked = replace(asked, start=start)
-    for place in ("trained", "start"):
-        run(asked.at(place), tmp_path / "work", record, budget)
+    with pytest.raises(SystemExit, match="there is no way to the model"):
+        asked.at(0.0)
+    asked = replace(asked, start=start, along=lambda part: step(np.arange(round(40 * part)), 0).train())
+    for part in (1.0, 0.0):
+        run(asked.at(part), tmp_path / "work", record, budget)
+    halfway = asked.at(0.5)
+    assert halfway.name == f"{asked.name}, after 0.5 of the training"
+    assert torch.equal(weights_of(halfway.model), weights_of(step(np.arange(20), 0)))
+    assert not halfway.model.training
     trained, begun = (
         record.content["measured"][name]["0.5"]["methods"] for name in (asked.name, f"{asked.name}, at the start")
     )
@@ -165,7 +170,7 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         least = 0.8 if "Adam" in job else 0.98  # the step was not Adam's; losses have half precision
         assert begun[f"{job}{rest}"]["per_query"] > max(least, trained[f"{job}{rest}"]["per_query"])
     before = (tmp_path / "record.json").read_bytes()
-    run(asked.at("start"), tmp_path / "work", record, Budget(10))  # nothing is left to do
+    run(asked.at(0.0), tmp_path / "work", record, Budget(10))  # nothing is left to do
     assert (tmp_path / "record.json").read_bytes() == before
 
 
@@ -424,9 +429,9 @@ def test_settings_of_the_experiments_can_be_run(tmp_path: Path) -> None:
 
 def fine_tuned(
     pretrained: nn.Module, data: Data, indices: np.ndarray, seed: int, *,
-    learning_rate: float, batch_size: int, weight_decay: float, epochs: int,
+    learning_rate: float, batch_size: int, weight_decay: float, epochs: int, steps: int | None = None,
 ) -> nn.Module:  # fmt: skip
-    """The naive way: a new model and a new optimizer each time."""
+    """The naive way: a new model and a new optimizer each time; it may stop after some steps."""
     model = copy.deepcopy(pretrained).train()
     loss = jostle.losses.next_token()
     generator = np.random.default_rng(seed)
@@ -434,7 +439,7 @@ def fine_tuned(
     batches = [batch for _ in range(epochs) for batch in np.split(generator.permutation(indices), cuts)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
-    for chosen in batches:
+    for chosen in batches[:steps]:
         batch = data.batch(chosen)
         sample_means(loss(model, batch), loss, batch).mean().backward()
         optimizer.step()
@@ -464,6 +469,9 @@ def test_one_working_model_is_fine_tuned_as_a_new_one_each_time(capsys: pytest.C
         model = tuner(*call)
         assert not model.training
         torch.testing.assert_close(weights_of(model), truth, atol=2e-6, rtol=1e-5)
+    half = weights_of(fine_tuned(pretrained, data, *calls[0], **recipe, steps=3))
+    torch.testing.assert_close(weights_of(tuner(*calls[0], part=0.5)), half, atol=2e-6, rtol=1e-5)
+    assert torch.equal(weights_of(tuner(*calls[0], part=0.0)), before)
     assert torch.equal(weights_of(pretrained), before)
 
     # What cannot be recorded is said, and taken step by step.

@@ -1,0 +1,193 @@
+"""Where along a training are scores best taken?
+
+    python -m experiments.halfway --work work [--only "mlp (SGD)"] [--minutes 20] [--figure FILE]
+
+Small models are trained from one start, on all examples and on halves of them, for several lengths. Scores are taken
+at the start, after a quarter, a half and three quarters of the training on all examples, and at its end, and judged by
+the LDS of the halves: those of the first order at the κ that the training says, of gradients, and of EK-FAC at
+kronfluence's own damping. Nothing is chosen by the LDS. Called again it goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+import jostle
+from experiments import resolution
+from experiments.resolution import Problem, halves, lds_over_queries
+from experiments.retraining import Budget, Record, file_name, measure_each
+from jostle.attributors import FirstOrder, ekfac, gradient_similarity
+from jostle.data.datasets import Data
+from jostle.diagnose.plots import CHAIN_COLOURS
+from jostle.evaluate import Bank, Trainer, retrain
+
+PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
+EPOCHS = (4, 16, 64, 256)
+SEEDS, LABELS = 2, 4
+SGD, ADAMW = 0.1, 1e-3
+"""Learning rates."""
+BEFORE = 40
+"""Epochs on other digits, where a model is trained on."""
+METHODS: dict[str, Any] = {"first order": "-", "EK-FAC": "--", "gradients": ":"}
+
+
+class Case(NamedTuple):
+    """What is trained, from where, and how."""
+
+    problem: Problem
+    start: nn.Module
+    adam: bool = False
+    epochs: tuple[int, ...] = EPOCHS
+
+    def trainer(self, epochs: int, data: Any = None) -> Trainer:
+        rule = torch.optim.AdamW if self.adam else torch.optim.SGD
+        return Trainer(
+            lambda seed: self.start, self.problem.train if data is None else data,
+            lambda weights: rule(weights, lr=self.rate, weight_decay=0.0), epochs=epochs,
+            batch_size=self.problem.batch_size, loss=self.problem.loss,
+        )  # fmt: skip
+
+    @property
+    def rate(self) -> float:
+        return ADAMW if self.adam else SGD
+
+    def trained_before(self, data: Any, epochs: int) -> Case:
+        """The same from a start that has seen other examples."""
+        seen = self.trainer(epochs, data)(np.arange(len(Data(data, "before"))), 0)
+        return self._replace(start=seen.eval())
+
+
+def new(problem: Problem, **more: Any) -> Case:
+    torch.manual_seed(0)
+    return Case(problem, problem.make().eval(), **more)
+
+
+def characters() -> Case:
+    problem = resolution.characters()
+    return new(problem, adam=True, epochs=EPOCHS[:-1]).trained_before(problem.pretrain, 12)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp (SGD)": lambda: new(resolution.PROBLEMS["mlp"]()),
+    "mlp (AdamW)": lambda: new(resolution.PROBLEMS["mlp"](), adam=True),
+    "mlp trained before (SGD)": lambda: new(resolution.PROBLEMS["mlp"]()).trained_before(
+        resolution.digits(nn.Module, first=500).train, BEFORE
+    ),
+    "cnn (SGD)": lambda: new(resolution.PROBLEMS["cnn"]()),
+    "characters fine-tuned (AdamW)": characters,
+}
+
+
+def scores_at(case: Case, model: nn.Module, steps: int) -> Iterator[tuple[str, Callable[[], jostle.Scores]]]:
+    problem = case.problem
+    given = {"train": problem.train, "query": problem.query, "loss": problem.loss}
+
+    def first_order() -> jostle.Scores:
+        limit = FirstOrder(model, **given, labels=LABELS, metric="adam" if case.adam else "isotropic")
+        kappa = limit.kappa_of_training(case.rate * steps, batch_size=problem.batch_size)
+        return limit.influence(kappa=kappa)
+
+    yield "first order", first_order
+    yield "EK-FAC", lambda: ekfac(model, **given)
+    yield "gradients", lambda: gradient_similarity(model, **given)
+
+
+def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
+    """Whatever the record lacks of one case."""
+    kept = record.content["measured"].setdefault(name, {})
+    case = CASES[name]()
+    count = len(Data(case.problem.train, "train"))
+    subsets = halves(count)
+    for epochs in case.epochs:
+        steps = case.trainer(epochs).steps(len(subsets.indices(0)))[0]
+        found = kept.setdefault(str(epochs), {"steps": steps, "places": {}})
+        bank: Bank | None = None
+        for place in PLACES:
+            if f"{place:g}" in found["places"]:
+                continue
+            budget.check()
+            bank = bank or retrain(
+                case.trainer(epochs), case.problem.train, case.problem.query, subsets=subsets, seeds=SEEDS,
+                loss=case.problem.loss, out=work / file_name(f"{name}-{epochs}"), progress=False,
+            )  # fmt: skip
+            # The learning rate does not change, so that a part of a training is a shorter one.
+            part = round(place * epochs)
+            model = case.trainer(part)(np.arange(count), SEEDS).eval() if part else case.start
+            rows: dict[str, Any] = {}
+            for method, scores in scores_at(case, model, steps):
+                try:
+                    rows[method] = lds_over_queries(bank, scores())
+                except jostle.InputError as error:  # a layer that a method does not know
+                    rows[method] = {"fault": str(error)}
+            found["places"][f"{place:g}"] = rows
+            shown = "  ".join(f"{method} {row.get('lds', np.nan):.3f}" for method, row in rows.items())
+            print(f"{name}, {steps} steps, at {place:g} of them: {shown}", flush=True)
+            record.write()
+
+
+def markdown(measured: Mapping[str, Any]) -> str:
+    """A line for each length of training and each method."""
+    lines = [
+        "| | steps | | " + " | ".join(f"at {place:g}" for place in PLACES) + " |",
+        "| --- " * (3 + len(PLACES)) + "|",
+    ]
+    for name, kept in measured.items():
+        for found in kept.values():
+            for method in METHODS:
+                rows = [found["places"].get(f"{place:g}", {}).get(method, {}) for place in PLACES]
+                if any("lds" in row for row in rows):
+                    cells = [f"{row['lds']:.3f} ± {row['standard_error']:.3f}" if "lds" in row else "" for row in rows]
+                    lines.append(f"| {name} | {found['steps']} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(measured: Mapping[str, Any], path: Path) -> None:
+    """LDS against where scores are taken, a panel for each case, a colour for each length."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(3.3 * len(measured), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(measured), squeeze=False, sharey=True)[0]
+    for axes, (name, kept) in zip(panels, measured.items(), strict=True):
+        for found, colour in zip(kept.values(), CHAIN_COLOURS, strict=False):
+            for method, style in METHODS.items():
+                points = [
+                    (float(place), rows[method]["lds"])
+                    for place, rows in found["places"].items()
+                    if "lds" in rows.get(method, {})
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3.5)
+            axes.plot([], [], color=colour, label=f"{found['steps']} steps")
+        axes.set_title(name, fontsize=10)
+        axes.set_xticks(PLACES, ["start", "¼", "½", "¾", "end"])
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    panels[0].set_ylabel("LDS")
+    figure.supxlabel("where in the training scores are taken", fontsize=10)
+    styles = [Line2D([], [], color="0.3", linestyle=style) for style in METHODS.values()]
+    figure.legend(styles, list(METHODS), loc="outside upper center", ncols=len(METHODS), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="LDS against where along a training scores are taken.")
+
+    def measure_one(name: str, given: argparse.Namespace, record: Record, budget: Budget) -> None:
+        measure(name, given.work, record, budget)
+
+    about = {"learning_rates": {"SGD": SGD, "AdamW": ADAMW}, "labels": LABELS, "seeds": SEEDS}
+    measured = measure_each(parser, "halfway", CASES, about, measure_one, draw)
+    print(f"\n{markdown(measured)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
