@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from benchmarks.vision import ResNet9
 from torch import Tensor, nn
 
 import jostle
-from experiments.figures import draw
+from experiments.figures import draw, draw_places
 from experiments.retraining import (
     METHODS,
     Budget,
@@ -38,7 +37,6 @@ from experiments.retraining import (
     after,
     analysed_model,
     conduct,
-    file_name,
     fill,
     parser_of,
     run,
@@ -306,20 +304,30 @@ def main() -> None:
                     run(setting.at(part), arguments.work / f"seed-{seed}" / "scores", record, budget)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
-    for share, part in itertools.product(arguments.attribution, arguments.at):
+    for share in arguments.attribution:
         chosen = {
             name: found
             for name, found in measured.items()
-            if name.endswith(f"alpha_attribution {share:g}{after(part)}")
-            and all(f"{a:g}" in found for a in arguments.retrain)
+            if name.endswith(f"alpha_attribution {share:g}") and all(f"{a:g}" in found for a in arguments.retrain)
         }
-        stem = file_name(f"{arguments.record.stem}-{share:g}{after(part)}")
         if chosen:
-            draw(arguments.record.with_name(f"{stem}.png"), chosen, "alpha_retrain", leave_out=TABLE_ALONE)
+            draw(arguments.record.with_name(f"{arguments.record.stem}-{share:g}.png"), chosen, "alpha_retrain",
+                 leave_out=TABLE_ALONE)  # fmt: skip
         for name, found in chosen.items() if len(chosen) > 1 else ():
             seed = name.split(",")[0].replace(" ", "-")
-            path = arguments.record.with_name(f"{stem}-{seed}.png")
+            path = arguments.record.with_name(f"{arguments.record.stem}-{share:g}-{seed}.png")
             draw(path, {name: found}, "alpha_retrain", list(chosen.values()), TABLE_ALONE)
+    panels = {}
+    for share in arguments.attribution:
+        name = f"alpha_attribution {share:g}"
+        both = [one for one in measured if one.endswith(name) and f"{one}{after(0)}" in measured]
+        if both:
+            panels[name] = {
+                "where training begins": [measured[f"{one}{after(0)}"] for one in both],
+                "the trained model": [measured[one] for one in both],
+            }
+    if panels:
+        draw_places(arguments.record.with_name(f"{arguments.record.stem}-places.png"), panels, "alpha_retrain")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ COLOURS = {
 }
 """Of methods, by the first word of their names: a part of one of matplotlib's maps."""
 CONTROL, OTHER = "#999999", ("Reds", 0.6, 0.9)
-STYLES, MARKERS = ("-", "--", ":", "-."), "os^DvPX"
+STYLES: Sequence[Any] = ("-", "--", ":", "-.")
+MARKERS = "os^DvPX"
 LOWEST = -0.1
 """What is farther below EK-FAC is not compared with it at a glance, and would press all others together."""
 
@@ -182,6 +184,63 @@ def draw(
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+PLACE_LINES = {
+    "first order, covariances": (f"first order, [0-9.]+ labels?, covariance{OF_THE_TRAINING}", "black"),
+    "first order, correlations": (f"first order, [0-9.]+ labels?, correlation{OF_THE_TRAINING}", "0.6"),
+    "EK-FAC, best damping": ("EK-FAC, .*", "tab:orange"),
+}
+"""Their names, and how they are drawn."""
+
+
+def draw_places(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], xlabel: str) -> None:
+    """LDS of scores that are taken at several places, a panel for each data set, a style of line for each place.
+
+    Args:
+        path: where the figure goes.
+        panels: settings by title and place, one for each seed; of all places the same seeds.
+        xlabel: what the banks of a setting differ in.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure = Figure(figsize=(1 + 4 * len(panels), 4.6), layout="constrained")
+    places = list(next(iter(panels.values())))
+    for axes, (title, by_place) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        banks = list(by_place[places[0]][0])
+        for place, (pattern, colour) in itertools.product(places, PLACE_LINES.values()):
+            columns = [[_best(pattern, bank, one[bank]["methods"]) for one in by_place[place]] for bank in banks]
+            look: dict[str, Any] = {
+                "color": colour,
+                "linestyle": STYLES[places.index(place)],
+                "marker": "o",
+                "markersize": 3,
+            }
+            _line(axes, [_over_seeds(column, "per_query") for column in columns], look | {"capsize": 2})
+        axes.set_xticks(range(len(banks)), banks)
+        axes.set_yscale("log")
+        axes.yaxis.set(
+            major_locator=LogLocator(subs=(1, 2, 3, 5, 7)), major_formatter=StrMethodFormatter("{x:g}"),
+            minor_formatter=NullFormatter(),
+        )  # fmt: skip
+        axes.grid(alpha=0.3, which="both")
+        axes.set(xlabel=xlabel)
+        axes.set_title(title, fontsize=10)
+    figure.axes[0].set_ylabel("LDS per query, ± standard error")
+    colours = [Line2D([], [], color=colour) for _, colour in PLACE_LINES.values()]
+    styles = [Line2D([], [], color="0.3", linestyle=style) for style, _ in zip(STYLES, places, strict=False)]
+    figure.legend([*colours, *styles], [*PLACE_LINES, *places], loc="outside lower center", ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _best(pattern: str, bank: str, methods: Mapping[str, Any]) -> Row:
+    """The row of most LDS of those of such a name."""
+    pattern = pattern.replace(OF_THE_TRAINING, f", read at κ = {TOLD}{re.escape(bank)}")
+    rows = [row for name, row in methods.items() if re.fullmatch(pattern, name)]
+    return max(rows, key=lambda row: row["per_query"], default=None)
 
 
 def _with_the_fit(bank: Mapping[str, Any]) -> float:

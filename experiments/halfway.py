@@ -2,7 +2,8 @@
 
     python -m experiments.halfway --work work [--only "mlp (SGD)"] [--minutes 20] [--figure FILE]
 
-Small models are trained from one start, on all examples and on halves of them, for several lengths. Scores are taken
+Small models are trained from one start (one of them from another start each time), on all examples and on halves of
+them, for several lengths. Scores are taken
 at the start, after a quarter, a half and three quarters of the training on all examples, and at its end, and judged by
 the LDS of the halves: those of the first order at the κ that the training says, of gradients, and of EK-FAC at
 kronfluence's own damping. Nothing is chosen by the LDS. Called again it goes on where it stood.
@@ -29,7 +30,7 @@ from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Bank, Trainer, retrain
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
-EPOCHS = (4, 16, 64, 256)
+EPOCHS: tuple[int, ...] = (4, 16, 64, 256)
 SEEDS, LABELS = 2, 4
 SGD, ADAMW = 0.1, 1e-3
 """Learning rates."""
@@ -42,17 +43,27 @@ class Case(NamedTuple):
     """What is trained, from where, and how."""
 
     problem: Problem
-    start: nn.Module
+    start: nn.Module | None
+    """None: each training begins with weights of its own."""
     adam: bool = False
     epochs: tuple[int, ...] = EPOCHS
 
     def trainer(self, epochs: int, data: Any = None) -> Trainer:
         rule = torch.optim.AdamW if self.adam else torch.optim.SGD
         return Trainer(
-            lambda seed: self.start, self.problem.train if data is None else data,
+            lambda seed: self.start or self.problem.make(), self.problem.train if data is None else data,
             lambda weights: rule(weights, lr=self.rate, weight_decay=0.0), epochs=epochs,
             batch_size=self.problem.batch_size, loss=self.problem.loss,
         )  # fmt: skip
+
+    def model(self, part: float, epochs: int) -> nn.Module:
+        """What a part of the training on all examples makes of the start."""
+        # The learning rate does not change, so that a part of a training is a shorter one.
+        steps = round(part * epochs)
+        if steps:
+            return self.trainer(steps)(np.arange(len(Data(self.problem.train, "train"))), SEEDS).eval()
+        torch.manual_seed(SEEDS)
+        return self.start or self.problem.make().eval()
 
     @property
     def rate(self) -> float:
@@ -80,6 +91,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp trained before (SGD)": lambda: new(resolution.PROBLEMS["mlp"]()).trained_before(
         resolution.digits(nn.Module, first=500).train, BEFORE
     ),
+    "mlp from other weights (SGD)": lambda: Case(resolution.PROBLEMS["mlp"](), None),
     "cnn (SGD)": lambda: new(resolution.PROBLEMS["cnn"]()),
     "characters fine-tuned (AdamW)": characters,
 }
@@ -103,8 +115,7 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
     """Whatever the record lacks of one case."""
     kept = record.content["measured"].setdefault(name, {})
     case = CASES[name]()
-    count = len(Data(case.problem.train, "train"))
-    subsets = halves(count)
+    subsets = halves(len(Data(case.problem.train, "train")))
     for epochs in case.epochs:
         steps = case.trainer(epochs).steps(len(subsets.indices(0)))[0]
         found = kept.setdefault(str(epochs), {"steps": steps, "places": {}})
@@ -117,11 +128,8 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
                 case.trainer(epochs), case.problem.train, case.problem.query, subsets=subsets, seeds=SEEDS,
                 loss=case.problem.loss, out=work / file_name(f"{name}-{epochs}"), progress=False,
             )  # fmt: skip
-            # The learning rate does not change, so that a part of a training is a shorter one.
-            part = round(place * epochs)
-            model = case.trainer(part)(np.arange(count), SEEDS).eval() if part else case.start
             rows: dict[str, Any] = {}
-            for method, scores in scores_at(case, model, steps):
+            for method, scores in scores_at(case, case.model(place, epochs), steps):
                 try:
                     rows[method] = lds_over_queries(bank, scores())
                 except jostle.InputError as error:  # a layer that a method does not know
@@ -155,8 +163,10 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(3.3 * len(measured), 3.8), layout="constrained")
     panels = figure.subplots(1, len(measured), squeeze=False, sharey=True)[0]
+    colours = dict(zip(EPOCHS, CHAIN_COLOURS, strict=False))
     for axes, (name, kept) in zip(panels, measured.items(), strict=True):
-        for found, colour in zip(kept.values(), CHAIN_COLOURS, strict=False):
+        for epochs, found in kept.items():
+            colour = colours[int(epochs)]
             for method, style in METHODS.items():
                 points = [
                     (float(place), rows[method]["lds"])
@@ -165,15 +175,14 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
                 ]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3.5)
-            axes.plot([], [], color=colour, label=f"{found['steps']} steps")
         axes.set_title(name, fontsize=10)
         axes.set_xticks(PLACES, ["start", "¼", "½", "¾", "end"])
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
     panels[0].set_ylabel("LDS")
     figure.supxlabel("where in the training scores are taken", fontsize=10)
-    styles = [Line2D([], [], color="0.3", linestyle=style) for style in METHODS.values()]
-    figure.legend(styles, list(METHODS), loc="outside upper center", ncols=len(METHODS), frameon=False, fontsize=9)
+    lines = {method: Line2D([], [], color="0.3", linestyle=style) for method, style in METHODS.items()}
+    lines |= {f"{epochs} epochs": Line2D([], [], color=colour) for epochs, colour in colours.items()}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=len(lines), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
