@@ -210,8 +210,12 @@ def draw_places(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[s
     places = list(next(iter(panels.values())))
     for axes, (title, by_place) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         banks = list(by_place[places[0]][0])
+        # What was asked at the first place: elsewhere more was tried.
+        first = {bank: {name for one in by_place[places[0]] for name in one[bank]["methods"]} for bank in banks}
         for place, (pattern, colour) in itertools.product(places, PLACE_LINES.values()):
-            columns = [[_best(pattern, bank, one[bank]["methods"]) for one in by_place[place]] for bank in banks]
+            columns = [
+                [_best(pattern, bank, one[bank]["methods"], first[bank]) for one in by_place[place]] for bank in banks
+            ]
             look: dict[str, Any] = {
                 "color": colour,
                 "linestyle": STYLES[places.index(place)],
@@ -236,10 +240,10 @@ def draw_places(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[s
     figure.savefig(path, dpi=120)
 
 
-def _best(pattern: str, bank: str, methods: Mapping[str, Any]) -> Row:
+def _best(pattern: str, bank: str, methods: Mapping[str, Any], among: Collection[str]) -> Row:
     """The row of most LDS of those of such a name."""
     pattern = pattern.replace(OF_THE_TRAINING, f", read at κ = {TOLD}{re.escape(bank)}")
-    rows = [row for name, row in methods.items() if re.fullmatch(pattern, name)]
+    rows = [row for name, row in methods.items() if name in among and re.fullmatch(pattern, name)]
     return max(rows, key=lambda row: row["per_query"], default=None)
 
 
