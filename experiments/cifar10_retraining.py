@@ -7,7 +7,8 @@ alpha_attribution of these, and models are trained again on a share alpha_retrai
 trained on all n for 8 epochs, retrained ones for 1, after the same warm-up of their seed; hyperparameters are those of
 the paper's table (SGD, learning rate 10, batch 1,024, momentum 0.85, weight decay 0.0153, label smoothing 0.2, 100
 warm-up steps, biases of the norms 64 times faster), in the parametrization of Keller Jordan's fast training. Each seed
-repeats everything. --data is the directory of the official binary batches, or an .npz with train_images, train_labels,
+repeats everything. Scores are those of the model that is analysed, or with --at 0 of what is trained again, the model
+after the warm-up of seed 0, which the former has not begun with. --data is the directory of the official binary batches, or an .npz with train_images, train_labels,
 test_images and test_labels. Called again it goes on where it stood.
 """
 
@@ -254,6 +255,7 @@ def settings_of(
         data = images.all[0][:count], images.all[1][:count]
         fingerprints = {"train": Data(data, "train").fingerprint(), "query": query_fingerprint}
         retrainer = Retrainer(images, data, seed, arguments.retrain_epochs, arguments.warm_up_steps)
+        along = functools.partial(_along, retrainer, images, count, work / f"part-{share:g}", record, budget)
         banks, sgd = {}, {}
         for alpha in arguments.retrain:
             key = f"{alpha:g}"
@@ -271,9 +273,19 @@ def settings_of(
             ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
             keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
             read_at=arguments.read_at, only=arguments.only,
-            sgd=sgd, start=retrainer.start(seed=0), along=functools.partial(retrainer, np.arange(count), 0),
+            sgd=sgd, start=retrainer.start(seed=0), along=along,
             alike=arguments.alike, first_order_at=arguments.first_order_at,
         )  # fmt: skip
+
+
+def _along(
+    retrainer: Retrainer, images: Images, count: int, path: Path, record: Record, budget: Budget, part: float
+) -> nn.Module:
+    """What a part of a retraining on all images of an attribution set comes to; it is made once."""
+    return analysed_model(
+        path.with_name(f"{path.name}-{part:g}.pt"), lambda: new_model(images.warm_up, 0),
+        lambda: retrainer(np.arange(count), 0, part), record, budget,
+    )  # fmt: skip
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -189,7 +189,7 @@ def draw(
 PLACE_LINES = {
     "first order, covariances": (f"first order, [0-9.]+ labels?, covariance{OF_THE_TRAINING}", "black"),
     "first order, correlations": (f"first order, [0-9.]+ labels?, correlation{OF_THE_TRAINING}", "0.6"),
-    "EK-FAC, best damping": ("EK-FAC, .*", "tab:orange"),
+    "EK-FAC, best damping": ("EK-FAC, [^,]*", "tab:orange"),
 }
 """Their names, and how they are drawn."""
 
@@ -208,21 +208,18 @@ def draw_places(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[s
 
     figure = Figure(figsize=(1 + 4 * len(panels), 4.6), layout="constrained")
     places = list(next(iter(panels.values())))
+    styles = {place: STYLES[number % len(STYLES)] for number, place in enumerate(places)}
     for axes, (title, by_place) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         banks = list(by_place[places[0]][0])
         # What was asked at the first place: elsewhere more was tried.
-        first = {bank: {name for one in by_place[places[0]] for name in one[bank]["methods"]} for bank in banks}
+        first = [{name for one in by_place[places[0]] for name in _rows(one, bank)} for bank in banks]
         for place, (pattern, colour) in itertools.product(places, PLACE_LINES.values()):
             columns = [
-                [_best(pattern, bank, one[bank]["methods"], first[bank]) for one in by_place[place]] for bank in banks
+                [_best(pattern, bank, _rows(one, bank), asked) for one in by_place[place]]
+                for bank, asked in zip(banks, first, strict=True)
             ]
-            look: dict[str, Any] = {
-                "color": colour,
-                "linestyle": STYLES[places.index(place)],
-                "marker": "o",
-                "markersize": 3,
-            }
-            _line(axes, [_over_seeds(column, "per_query") for column in columns], look | {"capsize": 2})
+            look = {"color": colour, "linestyle": styles[place], "marker": "o", "markersize": 3, "capsize": 2}
+            _line(axes, [_over_seeds(column, "per_query") for column in columns], look)
         axes.set_xticks(range(len(banks)), banks)
         axes.set_yscale("log")
         axes.yaxis.set(
@@ -233,11 +230,15 @@ def draw_places(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[s
         axes.set(xlabel=xlabel)
         axes.set_title(title, fontsize=10)
     figure.axes[0].set_ylabel("LDS per query, ± standard error")
-    colours = [Line2D([], [], color=colour) for _, colour in PLACE_LINES.values()]
-    styles = [Line2D([], [], color="0.3", linestyle=style) for style, _ in zip(STYLES, places, strict=False)]
-    figure.legend([*colours, *styles], [*PLACE_LINES, *places], loc="outside lower center", ncols=3, frameon=False)
+    lines = {name: Line2D([], [], color=colour) for name, (_, colour) in PLACE_LINES.items()}
+    lines |= {place: Line2D([], [], color="0.3", linestyle=style) for place, style in styles.items()}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _rows(setting: Mapping[str, Any], bank: str) -> Mapping[str, Any]:
+    return setting.get(bank, {}).get("methods", {})
 
 
 def _best(pattern: str, bank: str, methods: Mapping[str, Any], among: Collection[str]) -> Row:

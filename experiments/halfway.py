@@ -2,11 +2,11 @@
 
     python -m experiments.halfway --work work [--only "mlp (SGD)"] [--minutes 20] [--figure FILE]
 
-Small models are trained from one start (one of them from another start each time), on all examples and on halves of
-them, for several lengths. Scores are taken
-at the start, after a quarter, a half and three quarters of the training on all examples, and at its end, and judged by
-the LDS of the halves: those of the first order at the κ that the training says, of gradients, and of EK-FAC at
-kronfluence's own damping. Nothing is chosen by the LDS. Called again it goes on where it stood.
+Small models are trained on all examples and on halves of them, for several lengths, from one start (but for one of
+them: each seed has a start of its own). Scores are taken at the start, after a quarter, a half and three quarters of
+the training on all examples, and at its end, and judged by the LDS of the halves: those of the first order at the κ
+that the training says, of gradients, and of EK-FAC at kronfluence's own damping. Nothing is chosen by the LDS. Called
+again it goes on where it stood.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.retraining import Budget, Record, file_name, measure_each
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity
 from jostle.data.datasets import Data
 from jostle.diagnose.plots import CHAIN_COLOURS
-from jostle.evaluate import Bank, Trainer, retrain
+from jostle.evaluate import Trainer, retrain
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 EPOCHS: tuple[int, ...] = (4, 16, 64, 256)
@@ -44,14 +44,15 @@ class Case(NamedTuple):
 
     problem: Problem
     start: nn.Module | None
-    """None: each training begins with weights of its own."""
+    """None: each seed begins with weights of its own."""
     adam: bool = False
     epochs: tuple[int, ...] = EPOCHS
 
     def trainer(self, epochs: int, data: Any = None) -> Trainer:
         rule = torch.optim.AdamW if self.adam else torch.optim.SGD
         return Trainer(
-            lambda seed: self.start or self.problem.make(), self.problem.train if data is None else data,
+            lambda seed: self.problem.make() if self.start is None else self.start,
+            self.problem.train if data is None else data,
             lambda weights: rule(weights, lr=self.rate, weight_decay=0.0), epochs=epochs,
             batch_size=self.problem.batch_size, loss=self.problem.loss,
         )  # fmt: skip
@@ -59,11 +60,11 @@ class Case(NamedTuple):
     def model(self, part: float, epochs: int) -> nn.Module:
         """What a part of the training on all examples makes of the start."""
         # The learning rate does not change, so that a part of a training is a shorter one.
-        steps = round(part * epochs)
-        if steps:
-            return self.trainer(steps)(np.arange(len(Data(self.problem.train, "train"))), SEEDS).eval()
-        torch.manual_seed(SEEDS)
-        return self.start or self.problem.make().eval()
+        epochs, seed = round(part * epochs), SEEDS  # which no retraining has
+        if epochs:
+            return self.trainer(epochs)(np.arange(len(Data(self.problem.train, "train"))), seed).eval()
+        torch.manual_seed(seed)
+        return self.problem.make().eval() if self.start is None else self.start
 
     @property
     def rate(self) -> float:
@@ -89,7 +90,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp (SGD)": lambda: new(resolution.PROBLEMS["mlp"]()),
     "mlp (AdamW)": lambda: new(resolution.PROBLEMS["mlp"](), adam=True),
     "mlp trained before (SGD)": lambda: new(resolution.PROBLEMS["mlp"]()).trained_before(
-        resolution.digits(nn.Module, first=500).train, BEFORE
+        resolution.digits(nn.Identity, first=500).train, BEFORE
     ),
     "mlp from other weights (SGD)": lambda: Case(resolution.PROBLEMS["mlp"](), None),
     "cnn (SGD)": lambda: new(resolution.PROBLEMS["cnn"]()),
@@ -98,6 +99,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def scores_at(case: Case, model: nn.Module, steps: int) -> Iterator[tuple[str, Callable[[], jostle.Scores]]]:
+    """What is compared at one place of a training of so many steps."""
     problem = case.problem
     given = {"train": problem.train, "query": problem.query, "loss": problem.loss}
 
@@ -119,23 +121,22 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
     for epochs in case.epochs:
         steps = case.trainer(epochs).steps(len(subsets.indices(0)))[0]
         found = kept.setdefault(str(epochs), {"steps": steps, "places": {}})
-        bank: Bank | None = None
         for place in PLACES:
             if f"{place:g}" in found["places"]:
                 continue
             budget.check()
-            bank = bank or retrain(
+            bank = retrain(
                 case.trainer(epochs), case.problem.train, case.problem.query, subsets=subsets, seeds=SEEDS,
                 loss=case.problem.loss, out=work / file_name(f"{name}-{epochs}"), progress=False,
+                minutes=budget.seconds_left / 60,
             )  # fmt: skip
-            rows: dict[str, Any] = {}
-            for method, scores in scores_at(case, case.model(place, epochs), steps):
-                try:
-                    rows[method] = lds_over_queries(bank, scores())
-                except jostle.InputError as error:  # a layer that a method does not know
-                    rows[method] = {"fault": str(error)}
+            budget.check()  # it may have stopped before it was full
+            rows = {
+                method: lds_over_queries(bank, scores())
+                for method, scores in scores_at(case, case.model(place, epochs), steps)
+            }
             found["places"][f"{place:g}"] = rows
-            shown = "  ".join(f"{method} {row.get('lds', np.nan):.3f}" for method, row in rows.items())
+            shown = "  ".join(f"{method} {row['lds']:.3f}" for method, row in rows.items())
             print(f"{name}, {steps} steps, at {place:g} of them: {shown}", flush=True)
             record.write()
 
@@ -149,10 +150,9 @@ def markdown(measured: Mapping[str, Any]) -> str:
     for name, kept in measured.items():
         for found in kept.values():
             for method in METHODS:
-                rows = [found["places"].get(f"{place:g}", {}).get(method, {}) for place in PLACES]
-                if any("lds" in row for row in rows):
-                    cells = [f"{row['lds']:.3f} ± {row['standard_error']:.3f}" if "lds" in row else "" for row in rows]
-                    lines.append(f"| {name} | {found['steps']} | {method} | {' | '.join(cells)} |")
+                rows = [found["places"].get(f"{place:g}", {}).get(method) for place in PLACES]
+                cells = [f"{row['lds']:.3f} ± {row['standard_error']:.3f}" if row else "" for row in rows]
+                lines.append(f"| {name} | {found['steps']} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -168,11 +168,8 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
         for epochs, found in kept.items():
             colour = colours[int(epochs)]
             for method, style in METHODS.items():
-                points = [
-                    (float(place), rows[method]["lds"])
-                    for place, rows in found["places"].items()
-                    if "lds" in rows.get(method, {})
-                ]
+                rows = [(place, found["places"].get(f"{place:g}")) for place in PLACES]
+                points = [(place, row[method]["lds"]) for place, row in rows if row]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3.5)
         axes.set_title(name, fontsize=10)

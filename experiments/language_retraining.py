@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import lzma
@@ -257,7 +258,8 @@ def setting_of(
     name = named(recipe, seed)
     work = arguments.work / file_name(name)
 
-    retrainer = FineTuner(pretrained, data, **RECIPES[recipe])
+    tuner = functools.partial(FineTuner, pretrained, data, **RECIPES[recipe])
+    retrainer = tuner()
     first = 1_000 * seed
     model = analysed_model(
         work / "model.pt",
@@ -276,6 +278,14 @@ def setting_of(
             key=f"{name}, alpha_retrain {alpha:g}",
         )  # fmt: skip
     retrainer.graph = None  # the memory of its step is for others now
+
+    def along(part: float) -> nn.Module:
+        """What the training of the model comes to after a part of it; it is made once."""
+        return analysed_model(
+            work / f"part-{part:g}.pt", lambda: copy.deepcopy(pretrained),
+            lambda: copy.deepcopy(tuner()(np.arange(len(train)), first + 999, part)), record, budget,
+        )  # fmt: skip
+
     repeated = {
         f"{label}{f', seed {drawn}' if drawn else ''}": {**options, "seed": drawn}
         for label, options in bif.items()
@@ -288,7 +298,7 @@ def setting_of(
         keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
         read_at=arguments.read_at, only=arguments.only, adam=adam, alike=arguments.alike,
         first_order_at=arguments.first_order_at, start=pretrained,
-        along=lambda part: copy.deepcopy(retrainer(np.arange(len(train)), first + 999, part)),
+        along=along,
     )  # fmt: skip
 
 

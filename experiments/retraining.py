@@ -136,7 +136,7 @@ class Setting:
     start: nn.Module | None = None
     """What they are trained again from."""
     along: Callable[[float], nn.Module] | None = None
-    """What such a part of a training on all examples makes of it."""
+    """What such a part of a training on all examples makes of it; it need not be the training of the model."""
     alike: bool = False
     """Ask for gradients and draws in units in which layers count alike, too."""
     labels: float = LABELS
@@ -156,13 +156,18 @@ class Setting:
         return f"{self.first_order}, metric of Adam"
 
     def at(self, part: float) -> Setting:
-        """The same, asked of what a training is after such a part of it: 0 is where models begin, 1 the model."""
+        """The same, asked of other weights: 0 is what is trained again, 1 the model, others are `along`.
+
+        Curvature is counted where scores are taken then, and not at the start.
+        """
         if part == 1:
             return self
-        if self.start is None or self.along is None:
-            raise SystemExit(f"{self.name}: there is no way to the model")
-        model = self.along(part).eval() if part else self.start
-        return replace(self, name=f"{self.name}{after(part)}", model=model, start=None, along=None, checkpoints=())
+        if self.start is None or (part and self.along is None):
+            raise SystemExit(f"{self.name}: it is not known what is trained again, or how")
+        model = self.along(part) if part and self.along else self.start
+        return replace(
+            self, name=f"{self.name}{after(part)}", model=model.eval(), start=None, along=None, checkpoints=(), extra={}
+        )
 
     def keep_banks(self) -> None:
         """Write the banks where they are to be kept for elsewhere, if they are."""
@@ -410,7 +415,15 @@ def sample(
 
 def after(part: float) -> str:
     """What is added to the name of a setting that is asked of a part of a training."""
-    return "" if part == 1 else f", after {part:g} of the training" if part else ", at the start"
+    return "" if part == 1 else f", after {part:g} of a training on all" if part else ", at the start"
+
+
+def part_of(word: str) -> float:
+    """A part of a training."""
+    value = float(word)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{word} is not from 0 to 1")
+    return value
 
 
 class Record:
@@ -515,12 +528,13 @@ def judged(banks: Mapping[str, Bank], scores: Mapping[str, Scores], **more: Any)
         own = {made: given for made, given in scores.items() if is_judged_by(name, made)}
         return name, compare(banks[name], own, bootstrap=BOOTSTRAP, **more)
 
-    with ThreadPoolExecutor() as pool:  # random numbers, sorting and products let go of the interpreter
+    # Random numbers, sorting and products let go of the interpreter. Controls of a bank may take 10 GB.
+    with ThreadPoolExecutor(None if scores else 2) as pool:
         yield from pool.map(by, banks)
 
 
 def is_judged_by(bank: str, scores: str) -> bool:
-    """All are, but those that are read as another bank's training says."""
+    """Whether a bank judges such scores: all but those that are read as another bank's training says."""
     return TOLD not in scores or scores.endswith(f"{TOLD}{bank}")
 
 
@@ -654,8 +668,9 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--read-at", type=float, nargs="*", metavar="KAPPA", help="where runs are read, besides 0")
     parser.add_argument("--alike", action="store_true", help="gradients and draws besides in units of layers alike")
     parser.add_argument(
-        "--at", type=float, nargs="+", metavar="PART", default=[1.0],
-        help="after which parts of a training scores are taken: 0 is where it begins, 1 the model that is analysed",
+        "--at", type=part_of, nargs="+", metavar="PART", default=[1.0],
+        help="where scores are taken: 0 is what is trained again, 1 the model that is analysed, between them such a "
+        "part of a training on all examples",
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)

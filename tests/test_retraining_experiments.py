@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,14 @@ from experiments import (
     calibration,
     cifar10_retraining,
     draws_and_kappa,
+    figures,
+    halfway,
     holding,
     kept,
     language_retraining,
     mislabels,
     reading,
+    resolution,
     samplers,
     steadied,
 )
@@ -153,15 +157,15 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         setting(bank, 1), bif={}, methods=("first-order", "ekfac"), dampings=(1e6,), only=jobs,
         sgd={"0.5": {"total_rate": 0.05}}, adam={"0.5": {"total_rate": 0.05, "batch_size": 20}},
     )  # fmt: skip
-    with pytest.raises(SystemExit, match="there is no way to the model"):
+    with pytest.raises(SystemExit, match="it is not known what is trained again, or how"):
         asked.at(0.0)
     asked = replace(asked, start=start, along=lambda part: step(np.arange(round(40 * part)), 0).train())
     for part in (1.0, 0.0):
         run(asked.at(part), tmp_path / "work", record, budget)
-    halfway = asked.at(0.5)
-    assert halfway.name == f"{asked.name}, after 0.5 of the training"
-    assert torch.equal(weights_of(halfway.model), weights_of(step(np.arange(20), 0)))
-    assert not halfway.model.training
+    between = asked.at(0.5)
+    assert between.name == f"{asked.name}, after 0.5 of a training on all"
+    assert torch.equal(weights_of(between.model), weights_of(step(np.arange(20), 0)))
+    assert not between.model.training
     trained, begun = (
         record.content["measured"][name]["0.5"]["methods"] for name in (asked.name, f"{asked.name}, at the start")
     )
@@ -729,3 +733,93 @@ def test_one_step_of_retraining_from_the_warm_start() -> None:
     assert told == pytest.approx({"total_rate": 0.2 * 10 * 1.85 * 0.15 / 1.15, "weight_decay": 0.0153 / 10})
     assert warm.total_rate(1) == pytest.approx(0.1 * 1.85)
     assert warm.total_rate(1_000) == pytest.approx(0.1 * 500.5 / 0.15, rel=0.02)
+
+
+def test_places_along_a_training_are_parts_of_it() -> None:
+    """As a scheduler sees them that is called after every step."""
+    for case in (halfway.CASES["mlp (AdamW)"](), halfway.CASES["mlp from other weights (SGD)"]()):
+        trainer, seen = case.trainer(4), []
+
+        def watch(optimizer: torch.optim.Optimizer, steps: int, seen: list[torch.Tensor] = seen) -> Any:
+            weights = [value for group in optimizer.param_groups for value in group["params"]]
+
+            class Watcher:
+                def step(self) -> None:
+                    seen.append(torch.cat([value.detach().flatten().clone() for value in weights]))
+
+            seen.append(torch.cat([value.detach().flatten().clone() for value in weights]))
+            return Watcher()
+
+        trainer.schedule = watch
+        trainer(np.arange(400), halfway.SEEDS)
+        assert len(seen) == 33
+        for place in halfway.PLACES:
+            model = case.model(place, 4)
+            assert torch.equal(weights_of(model), seen[round(32 * place)])
+            assert not model.training
+
+
+def test_places_along_a_training_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kronfluence")
+    monkeypatch.setattr("experiments.resolution.SUBSETS", 8)
+    name = "mlp (SGD)"
+    monkeypatch.setitem(halfway.CASES, name, lambda: halfway.new(resolution.PROBLEMS["mlp"](), epochs=(4,)))
+    record = Record(tmp_path / "record.json", {})
+    halfway.measure(name, tmp_path, record, Budget(10))
+    found = record.content["measured"][name]["4"]
+    assert found["steps"] == 16
+    assert list(found["places"]) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert all(rows["first order"]["lds"] > 0.9 for rows in found["places"].values())
+    del found["places"]["0.5"]
+    others = copy.deepcopy(found["places"])
+    halfway.measure(name, tmp_path, record, Budget(10))
+    assert found["places"].pop("0.5")["first order"]["lds"] > 0.9
+    assert found["places"] == others
+    assert halfway.markdown(record.content["measured"]).count("\n") == 1 + len(halfway.METHODS)
+    halfway.draw(record.content["measured"], tmp_path / "figure.png")  # without a place
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_line_of_a_place_has_what_was_asked_at_the_first_one(tmp_path: Path) -> None:
+    told = "first order, {} label, covariance, read at κ = that of training {}"
+    methods = {told.format("0.1", "0.5"): {"per_query": 0.2}, told.format("1", "0.5"): {"per_query": 0.3},
+               told.format("0.1", "0.7"): {"per_query": 0.9}, "EK-FAC, damping 0.01": {"per_query": 0.1},
+               "EK-FAC, default damping, seed 1": {"per_query": 0.8}}  # fmt: skip
+    (ours, _), _, (theirs, _) = figures.PLACE_LINES.values()
+    asked = {told.format("0.1", "0.5"), "EK-FAC, damping 0.01", "EK-FAC, default damping, seed 1"}
+    assert figures._best(ours, "0.5", methods, asked) == {"per_query": 0.2}
+    assert figures._best(ours, "0.5", methods, methods) == {"per_query": 0.3}
+    assert figures._best(theirs, "0.5", methods, methods) == {"per_query": 0.1}
+    assert figures._best(theirs, "0.5", {}, methods) is None
+    row = {"per_query_error": 0.01}
+    setting = {
+        bank: {"methods": {name: {**found, **row} for name, found in methods.items()}} for bank in ("0.5", "0.7")
+    }
+    panels = {
+        "a": {"here": [setting], "there": [setting | {"0.7": {"methods": {}}}]},
+        "b": {"here": [setting], "there": [{}]},
+    }
+    figures.draw_places(tmp_path / "figure.png", panels, "x")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_parts_of_a_training_are_from_0_to_1() -> None:
+    words = ["--data", "d", "--work", "w", "--at"]
+    assert cifar10_retraining.read_arguments([*words, "0", "0.25", "1"]).at == [0.0, 0.25, 1.0]
+    for bad in ("-0.25", "1.5", "nan"):
+        with pytest.raises(SystemExit):
+            cifar10_retraining.read_arguments([*words, bad])
+
+
+def test_a_part_of_a_retraining_on_cifar10_begins_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.randn(60, 3, 32, 32, generator=generator), torch.randint(0, 10, (60,), generator=generator)
+    images: Any = SimpleNamespace(warm_up=(X[:20], y[:20]))
+    retrainer = cifar10_retraining.Retrainer(images, (X[20:], y[20:]), 0, epochs=2, warm_up_steps=2, batch_size=20)
+    start = weights_of(retrainer.start(0))
+    parts = [weights_of(retrainer(np.arange(40), 0, part)) for part in (0.0, 0.5, 1.0)]
+    assert torch.equal(parts[0], start)
+    assert torch.equal(weights_of(retrainer.start(0)), start)
+    monkeypatch.setattr(cifar10_retraining, "schedule_of", lambda steps: [0.2, np.interp(1, [0, 1, 4], [0.2, 1, 0.07])])
+    assert torch.equal(parts[1], weights_of(retrainer(np.arange(40), 0)))
+    assert not torch.equal(parts[1], parts[2])
