@@ -9,7 +9,8 @@ the paper's table (SGD, learning rate 10, batch 1,024, momentum 0.85, weight dec
 warm-up steps, biases of the norms 64 times faster), in the parametrization of Keller Jordan's fast training. Each seed
 repeats everything. Scores are those of the model that is analysed, or with --at 0 of what is trained again, the model
 after the warm-up of seed 0, from which the former did not begin. --data is the directory of the official binary
-batches, or an .npz with train_images, train_labels, test_images and test_labels. Called again it goes on where it stood.
+batches, or an .npz with train_images, train_labels, test_images and test_labels. Called again it goes on where it
+stood.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ analysed is fine-tuned on all 4,096 in the same way. Every method sees the linea
 in the metric of Adam is asked a second time for all weights, and says so. BIF correlation is the paper's implementation
 A, covariance its B. --seeds repeats everything with other articles, subsets and orders of fine-tuning. --sweep adds a
 grid of n_beta and localization, each with its mean loss beside its LDS. --at 0.25 takes scores after a quarter of the
-fine-tuning, --at 0 those of the pretrained model. Called again it goes on where it stood. The banks of the record, three retrainings of every half, are kept: unpacked into the work directory, they need not be
-trained again:
+fine-tuning, --at 0 those of the pretrained model. Called again it goes on where it stood. The banks of the record,
+three retrainings of every half, are kept: unpacked into the work directory, they need not be trained again:
 
     tar -xJf experiments/records/banks/language.tar.xz -C work
 """
