@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -639,6 +640,16 @@ def test_large_traces_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: py
     assert most < 40e6  # a few copies of a chunk of 8 MB while it is read, and what is kept
     expected = np.asarray(traces.losses("train")[:]).astype(np.float64).mean(2)
     np.testing.assert_allclose(sample.mean_loss, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_run_is_diagnosed_once(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = jostle.load(good)
+    first = run.diagnostics(support=False)
+    expected = copy.deepcopy(first)
+    monkeypatch.delattr("jostle.runs.run.diagnose")
+    first["verdict"]["level"] = first["losses"]["r_hat"] = "changed by whoever asked"
+    assert run.diagnostics(support=False) == expected
+    assert run.diagnostics().items() > expected.items()
 
 
 # Commands and pictures

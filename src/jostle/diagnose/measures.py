@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -238,8 +238,7 @@ def agreement(sample: Sample) -> dict[str, Any]:
     found: dict[str, Any] = {"top": top, "examples": examples}
     scores = half_scores(sample) if examples >= 3 and sample.other.shape[2] else {}
     for name in ("halves", "chains"):
-        rows = [_alike(first, second, top) for first, second in _columns(*scores[name])] if name in scores else []
-        spearman, helpful, harmful = np.array(rows).T if rows else (np.array([np.nan]),) * 3
+        spearman, helpful, harmful = _alike(*scores[name], top) if name in scores else (np.array([np.nan]),) * 3
         known = np.isfinite(spearman)
         found[name] = {
             "spearman": float(np.median(spearman[known])) if known.any() else None,
@@ -249,20 +248,27 @@ def agreement(sample: Sample) -> dict[str, Any]:
     return found
 
 
-def _columns(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The scores of each query from both halves, without examples that are the query itself: these are sure."""
-    for a, b in zip(first.T, second.T, strict=True):
-        other = np.minimum(np.abs(a), np.abs(b)) < THE_SAME
-        yield a[other], b[other]
+def _alike(
+    first: Float[np.ndarray, "train query"], second: Float[np.ndarray, "train query"], top: int
+) -> Float[np.ndarray, "measure query"]:
+    """Of the scores from two halves: `_alike_columns` of each query, without examples that are the query itself."""
+    other = np.minimum(np.abs(first), np.abs(second)) < THE_SAME  # these are sure
+    whole = other.all(0)
+    found = np.full((3, first.shape[1]), np.nan)
+    found[:, whole] = _alike_columns(first[:, whole], second[:, whole], top)
+    for query in np.flatnonzero(~whole & (other.sum(0) >= max(3, top))):
+        kept = other[:, query]
+        found[:, [query]] = _alike_columns(first[kept][:, [query]], second[kept][:, [query]], top)
+    return found
 
 
-def _alike(first: np.ndarray, second: np.ndarray, top: int) -> tuple[float, float, float]:
-    """Rank correlation of two columns, and how many of the largest and of the smallest they share; NaN if too few."""
-    if len(first) < max(3, top):
-        return np.nan, np.nan, np.nan
-    one, two = (np.argsort(column, kind="stable") for column in (first, second))
-    helpful, harmful = (len(np.intersect1d(one[part], two[part])) / top for part in (np.s_[-top:], np.s_[:top]))
-    return float(_spearman(first[:, None], second[:, None])[0]), helpful, harmful
+def _alike_columns(
+    first: Float[np.ndarray, "train query"], second: Float[np.ndarray, "train query"], top: int
+) -> Float[np.ndarray, "measure query"]:
+    """Rank correlation of columns, and how many of the largest and of the smallest they share."""
+    one, two = (np.argsort(side, axis=0, kind="stable") for side in (first, second))
+    shared = [(one[part][:, None] == two[part][None]).sum((0, 1)) / top for part in (np.s_[-top:], np.s_[:top])]
+    return np.stack([_spearman(first, second), *shared])
 
 
 def _spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import numbers
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,7 @@ class Run:
         self._known_losses: dict[tuple[str, Reduction], Any] = {}
         self._known_moves: dict[str, Moves] = {}
         self._known_supports: dict[tuple[str | None, Kappa], dict[float, float] | None] = {}
+        self._known_diagnosis: dict[str, Any] | None = None
         self._warned_of: set[tuple[str | None, Kappa]] = set()
 
     def __repr__(self) -> str:
@@ -364,7 +366,9 @@ class Run:
             return diagnose_sums(self.config, self.manifest, sums, center["loss on train"])
         sample = read_sample(self.traces, self.healthy_chains, mirrored=self.antithetic)
         config = self.config | {"draws": self.draws}
-        found = diagnose(config, self.manifest, sample if len(sample.chains) else None)
+        if self._known_diagnosis is None:
+            self._known_diagnosis = diagnose(config, self.manifest, sample if len(sample.chains) else None)
+        found = copy.deepcopy(self._known_diagnosis)
         if support and len(sample.chains) and "query" in self.traces.sets:
             supported = self._supports("auto")
             found["kappa"] = most_supported(supported)
