@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -697,6 +698,23 @@ def test_reports_are_printed_as_tables(tmp_path: Path) -> None:
         alone.store(subset, 0, {"loss": -truth.values[subset]})
     printed = str(compare(alone, {"mine": truth}, controls=False, bootstrap=20)).splitlines()
     assert printed[2:4] == ["method  leave-one-out", "mine    1.000 ± 0.000"]
+
+
+def test_controls_are_not_held_all_at_once(tmp_path: Path) -> None:
+    """Of 47,500 training examples and 10,000 queries each has 3.8 GB."""
+    train, queries = 1_000, 2_000
+    bank = Bank.create(
+        tmp_path / "bank", random_subsets(train, 4), queries=queries, fingerprints={"train": "a", "query": "b"}
+    )
+    generator = np.random.default_rng(0)
+    for subset, seed in bank.todo(1):
+        bank.store(subset, seed, {"loss": generator.normal(size=queries)})
+    tracemalloc.start()
+    found = compare(bank, {}, bootstrap=2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found.rows) == 3
+    assert peak < 2.5 * train * queries * 8  # one, the next, and the block of it that is multiplied
 
 
 def test_texts_without_a_common_word_have_no_bm25(tmp_path: Path) -> None:

@@ -32,13 +32,17 @@ def query_difficulty(losses: Float[np.ndarray, " query"], train: int, *, seed: i
     is 0. Over queries they rank as difficulty does, which is most of the paper's LDS per subset.
     """
     losses = np.asarray(losses, np.float64)
-    noise = TRACE * max(float(np.abs(losses).mean()), 1e-30) * _noise(train, len(losses), seed)
-    return Scores(values=losses[None] + noise, method="query difficulty", provenance={"seed": seed, "trace": TRACE})
+    values = _noise(train, len(losses), seed)  # changed in place: there may be no room for another
+    values *= TRACE * max(float(np.abs(losses).mean()), 1e-30)
+    values += losses
+    return Scores(values=values, method="query difficulty", provenance={"seed": seed, "trace": TRACE})
 
 
 def subset_size(train: int, query: int, *, seed: int = 0) -> Scores:
     """Every example helps every query alike: values[i, j] = −1, so that a subset's prediction is its size."""
-    values = -1 + TRACE * _noise(train, query, seed)
+    values = _noise(train, query, seed)
+    values *= TRACE
+    values -= 1
     return Scores(values=values, method="subset size", provenance={"seed": seed, "trace": TRACE})
 
 

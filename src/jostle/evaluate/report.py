@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,24 +204,24 @@ def compare(
             )
         return Report([], "removal", bank.summary(), removed=removal(bank, bootstrap=bootstrap, seed=seed))
     train, query = bank.about["train"], bank.about["queries"]
-    blind: dict[str, Scores] = {}
+    blind: dict[str, Callable[[], Scores]] = {}  # made one after another: each may take gigabytes
     if controls:
         difficulty = np.nanmean(bank.values(), axis=(0, 1))
         blind = {
-            "random": random_scores(train, query, seed=seed),
-            "query difficulty": query_difficulty(difficulty, train, seed=seed + 1),
-            "subset size": subset_size(train, query, seed=seed + 2),
+            "random": lambda: random_scores(train, query, seed=seed),
+            "query difficulty": lambda: query_difficulty(difficulty, train, seed=seed + 1),
+            "subset size": lambda: subset_size(train, query, seed=seed + 2),
         }
         if texts is not None:
             overlap = bm25(*texts)
             if np.ptp(overlap.values, axis=0).any():  # no word in common is no rank
-                blind["BM25"] = overlap
+                blind["BM25"] = lambda: overlap
     for name in filter(blind.__contains__, methods):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
-    named = {**methods, **blind}
-    for given in named.values():
+    for given in methods.values():
         bank.check(given)
-    predictions = [predicted_losses(bank, given) for given in named.values()]
+    everything = itertools.chain(methods.values(), (make() for make in blind.values()))
+    predictions, named = [predicted_losses(bank, given) for given in everything], [*methods, *blind]
     losses = bank.values()
     per_query = lds_of(predictions, losses, per="query", bootstrap=bootstrap, seed=seed)
     per_subset: list[Measured | None] = [None] * len(named)
