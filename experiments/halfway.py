@@ -5,7 +5,8 @@
 Small models are trained on all examples and on halves of them, for several lengths, from one start (but for one of
 them: each seed has a start of its own). Scores are taken at the start, after a quarter, a half and three quarters of
 the training on all examples, and at its end, and judged by the LDS of the halves: those of the first order at the κ
-that the training says, of gradients, and of EK-FAC at kronfluence's own damping. Nothing is chosen by the LDS. Called
+that the training says, of EK-FAC at kronfluence's own damping, of gradients, and of draws without a gradient, read as
+far as they support it. Nothing is chosen by the LDS. Called
 again it goes on where it stood.
 """
 
@@ -36,7 +37,9 @@ SGD, ADAMW = 0.1, 1e-3
 """Learning rates."""
 BEFORE = 40
 """Epochs on other digits, where a model is trained on."""
-METHODS: dict[str, Any] = {"first order": "-", "EK-FAC": "--", "gradients": ":"}
+METHODS: dict[str, Any] = {"first order": "-", "EK-FAC": "--", "gradients": ":", "draws": "-."}
+CHAINS, DRAWS, RISE = 4, 100, 0.3
+"""Of draws without a gradient."""
 
 
 class Case(NamedTuple):
@@ -112,6 +115,14 @@ def scores_at(case: Case, model: nn.Module, steps: int) -> Iterator[tuple[str, C
     yield "EK-FAC", lambda: ekfac(model, **given)
     yield "gradients", lambda: gradient_similarity(model, **given)
 
+    def draws() -> jostle.Scores:
+        about = {"loss": problem.loss, "batch_size": problem.sampling_batch_size}
+        chosen = jostle.calibrate(model, problem.train, pilot=False, rise=RISE, kappa=0.0, **about)
+        run = jostle.attribute(model, **given, chains=CHAINS, draws=DRAWS, progress=False, **chosen.settings)
+        return run.influence(kappa="auto")
+
+    yield "draws", draws
+
 
 def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
     """Whatever the record lacks of one case."""
@@ -122,7 +133,8 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
         steps = case.trainer(epochs).steps(len(subsets.indices(0)))[0]
         found = kept.setdefault(str(epochs), {"steps": steps, "places": {}})
         for place in PLACES:
-            if f"{place:g}" in found["places"]:
+            rows = found["places"].setdefault(f"{place:g}", {})
+            if rows.keys() >= METHODS.keys():
                 continue
             budget.check()
             bank = retrain(
@@ -131,11 +143,9 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
                 minutes=budget.seconds_left / 60,
             )  # fmt: skip
             budget.check()  # it may have stopped before it was full
-            rows = {
-                method: lds_over_queries(bank, scores())
-                for method, scores in scores_at(case, case.model(place, epochs), steps)
-            }
-            found["places"][f"{place:g}"] = rows
+            for method, scores in scores_at(case, case.model(place, epochs), steps):
+                if method not in rows:
+                    rows[method] = lds_over_queries(bank, scores())
             shown = "  ".join(f"{method} {row['lds']:.3f}" for method, row in rows.items())
             print(f"{name}, {steps} steps, at {place:g} of them: {shown}", flush=True)
             record.write()
@@ -169,7 +179,7 @@ def draw(measured: Mapping[str, Any], path: Path) -> None:
             colour = colours[int(epochs)]
             for method, style in METHODS.items():
                 rows = [(place, found["places"].get(f"{place:g}")) for place in PLACES]
-                points = [(place, row[method]["lds"]) for place, row in rows if row]
+                points = [(place, row[method]["lds"]) for place, row in rows if row and method in row]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3.5)
         axes.set_title(name, fontsize=10)
