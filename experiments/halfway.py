@@ -6,8 +6,7 @@ Small models are trained on all examples and on halves of them, for several leng
 them: each seed has a start of its own). Scores are taken at the start, after a quarter, a half and three quarters of
 the training on all examples, and at its end, and judged by the LDS of the halves: those of the first order at the κ
 that the training says, of EK-FAC at kronfluence's own damping, of gradients, and of draws without a gradient, read as
-far as they support it. Nothing is chosen by the LDS. Called
-again it goes on where it stood.
+far as they support it. Nothing is chosen by the LDS. Called again it goes on where it stood.
 """
 
 from __future__ import annotations

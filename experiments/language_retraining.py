@@ -297,8 +297,7 @@ def setting_of(
         ekfac_repeats=arguments.ekfac_repeats, methods=arguments.methods, dampings=arguments.dampings,
         keep=arguments.keep, labels=arguments.labels, label_seeds=arguments.label_seeds,
         read_at=arguments.read_at, only=arguments.only, adam=adam, alike=arguments.alike,
-        first_order_at=arguments.first_order_at, start=pretrained,
-        along=along,
+        first_order_at=arguments.first_order_at, start=pretrained, along=along,
     )  # fmt: skip
 
 
