@@ -41,7 +41,7 @@ from experiments.retraining import (
     conduct,
     fill,
     parser_of,
-    run,
+    run_at,
 )
 from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
@@ -313,8 +313,7 @@ def main() -> None:
     def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
             for setting in settings_of(arguments, seed, record, budget, bif):
-                for part in arguments.at:
-                    run(setting.at(part), arguments.work / f"seed-{seed}" / "scores", record, budget)
+                run_at(arguments.at, setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
     for share in arguments.attribution:

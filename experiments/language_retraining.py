@@ -46,7 +46,7 @@ from experiments.retraining import (
     file_name,
     fill,
     parser_of,
-    run,
+    run_at,
 )
 from jostle.data.datasets import Data
 from jostle.evaluate import random_subsets
@@ -333,8 +333,7 @@ def main() -> None:
             print(named(recipe, seed), flush=True)
             given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
             setting = setting_of(arguments, recipe, record, budget, given, seed=seed)
-            for part in arguments.at:
-                run(setting.at(part), arguments.work / file_name(setting.name) / "scores", record, budget)
+            run_at(arguments.at, setting, arguments.work / file_name(setting.name) / "scores", record, budget)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
     for name, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():

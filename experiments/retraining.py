@@ -482,11 +482,17 @@ class Record:
             }  # fmt: skip
 
 
+def run_at(parts: Sequence[float], setting: Setting, work: Path, record: Record, budget: Budget) -> None:
+    """`run` at each of these parts of a training."""
+    setting.keep_banks()
+    for part in parts:
+        run(setting.at(part), work, record, budget)
+
+
 def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
     """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on."""
     work = work / file_name(setting.name)
     work.mkdir(parents=True, exist_ok=True)
-    setting.keep_banks()
     lacking = {
         name: bank
         for name, bank in setting.banks.items()

@@ -45,6 +45,7 @@ from experiments.retraining import (
     fill,
     is_judged_by,
     run,
+    run_at,
 )
 from torch import nn
 
@@ -160,8 +161,8 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="it is not known what is trained again, or how"):
         asked.at(0.0)
     asked = replace(asked, start=start, along=lambda part: step(np.arange(round(40 * part)), 0).train())
-    for part in (1.0, 0.0):
-        run(asked.at(part), tmp_path / "work", record, budget)
+    run_at((1.0, 0.0), replace(asked, keep=tmp_path / "kept"), tmp_path / "work", record, budget)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["bank-all-0.5.npz"]  # it is the same for all parts
     between = asked.at(0.5)
     assert between.name == f"{asked.name}, after 0.5 of a training on all"
     assert torch.equal(weights_of(between.model), weights_of(step(np.arange(20), 0)))
@@ -503,7 +504,7 @@ def test_what_is_kept_of_runs_and_banks_says_what_they_say(tmp_path: Path, monke
     bank.fail(3, 1, "for a test")
     one = replace(setting(bank, 100), methods=("bif",), keep=tmp_path / "kept")
     monkeypatch.setattr(kept, "FILE_BYTES", 2 * 2 * 60 * 52)  # 60 of the 100 draws
-    run(one, tmp_path / "work", record, Budget(10))
+    run_at((1.0,), one, tmp_path / "work", record, Budget(10))
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {
         "bank-all-0.5.npz", "all-small.npz", "all-small.1.npz",
     }  # fmt: skip

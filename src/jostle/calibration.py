@@ -64,7 +64,7 @@ from jostle.samplers import (
     RMSpropSGLD,
     Sampler,
 )
-from jostle.samplers.protocol import require_positive
+from jostle.samplers.protocol import require_positive, steps_to_forget
 
 PAIRS = (1, 8, 32)
 """The rise is averaged over so many Gaussian perturbations, each with its mirror image: over one to begin with, then
@@ -222,16 +222,11 @@ def _step_of(sampler: Any) -> float:
 
 
 def memory(sampler: Sampler, pull: float, preconditioner: float = 1.0) -> float:
-    """In how many steps a direction that nothing but the pull holds forgets: 2/(εκ), with momentum 2/√(εκ).
-
-    The sum of its autocorrelations to one side: with momentum and critical friction these are (1 + t√κ)·e^(−t√κ).
-    """
+    """In how many steps, one at the least, such a rule forgets where nothing but the pull holds."""
     if isinstance(sampler, Gaussian):
         return 1.0
-    step = preconditioner * _step_of(sampler)
-    if isinstance(sampler, BAOAB | SGNHT):  # more friction slows it down in proportion, and so does less: it swings
-        return max(1.0, 2 * max(sampler.friction, 1 / sampler.friction) / math.sqrt(step * pull))
-    return max(1.0, 2 / (step * pull))
+    friction = sampler.friction if isinstance(sampler, BAOAB | SGNHT) else None
+    return max(1.0, steps_to_forget(preconditioner * _step_of(sampler), pull, friction))
 
 
 def rule_for(

@@ -21,6 +21,7 @@ from jostle.diagnose.thresholds import (
     TOO_HOT,
 )
 from jostle.estimate import FEWEST_DRAWS, autocorrelation_time, covariance
+from jostle.samplers.protocol import steps_to_forget
 
 TAIL = (0.05, 0.95)
 
@@ -316,19 +317,13 @@ def last_step(config: Mapping[str, Any]) -> int:
 
 
 def memory_in_steps(config: Mapping[str, Any]) -> float | None:
-    """In how many steps a chain forgets where the localization γ alone holds it; None for rules that differ.
-
-    2/(εγ) for SGLD and its like, 2/√(εγ) with momentum and its critical friction.
-    """
+    """In how many steps a chain forgets where the localization alone holds it; None for rules that differ."""
     posterior, sampler = config["posterior"], config["sampler"]
     pull = posterior["localization"] + posterior["prior_precision"]
     if not pull:
         return None
-    if sampler["name"] in ("SGLD", "LeimkuhlerMatthews", "OrnsteinUhlenbeck"):
-        return 2 / (sampler["step_size"] * pull)
-    if sampler["name"] in ("BAOAB", "SGNHT"):
-        # More friction slows it down in proportion, and so does less: then it swings.
-        return 2 * max(sampler["friction"], 1 / sampler["friction"]) / math.sqrt(sampler["step_size"] * pull)
+    if sampler["name"] in ("SGLD", "LeimkuhlerMatthews", "OrnsteinUhlenbeck", "BAOAB", "SGNHT"):
+        return steps_to_forget(sampler["step_size"], pull, sampler.get("friction"))
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 from typing import Protocol
@@ -67,6 +68,17 @@ class Rule:
 def pull(potential: Potential) -> float:
     """γ + λ: the curvature that holds every weight, whatever the losses are."""
     return potential.localization + potential.prior_precision
+
+
+def steps_to_forget(step_size: float, curvature: float, friction: float | None = None) -> float:
+    """How long a rule remembers in a direction of curvature a: 2/(εa) steps, with momentum 2/√(εa).
+
+    The sum of its autocorrelations to one side: with momentum and critical friction these are (1 + t√a)·e^(−t√a). More
+    friction slows it down in proportion, and so does less: it swings.
+    """
+    if friction is None:
+        return 2 / (step_size * curvature)
+    return 2 * max(friction, 1 / friction) / math.sqrt(step_size * curvature)
 
 
 def require_positive(name: str, value: float) -> None:
