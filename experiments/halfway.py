@@ -6,13 +6,15 @@ Small models are trained on all examples and on halves of them, for several leng
 them: each seed has a start of its own). Scores are taken at the start, after a quarter, a half and three quarters of
 the training on all examples, and at its end, and judged by the LDS of the halves: those of the first order at the κ
 that the training says, of EK-FAC at kronfluence's own damping, of gradients, and of draws without a gradient, read as
-far as they support it. Nothing is chosen by the LDS. Called again it goes on where it stood.
+far as they support it; and so are means of what several places say. Nothing is chosen by the LDS. Called again it goes
+on where it stood.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ from jostle.diagnose.plots import CHAIN_COLOURS
 from jostle.evaluate import Trainer, retrain
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
+TOGETHER = {"a quarter and a half": (0.25, 0.5), "all but the start": PLACES[1:]}
+"""Places whose scores are averaged."""
 EPOCHS: tuple[int, ...] = (4, 16, 64, 256)
 SEEDS, LABELS = 2, 4
 SGD, ADAMW = 0.1, 1e-3
@@ -118,48 +122,69 @@ def scores_at(case: Case, model: nn.Module, steps: int) -> Iterator[tuple[str, C
         about = {"loss": problem.loss, "batch_size": problem.sampling_batch_size}
         chosen = jostle.calibrate(model, problem.train, pilot=False, rise=RISE, kappa=0.0, **about)
         run = jostle.attribute(model, **given, chains=CHAINS, draws=DRAWS, progress=False, **chosen.settings)
-        return run.influence(kappa="auto")
+        # Times γ, near the centre a covariance is a product of gradients, whatever γ a place has.
+        return scaled(run.influence(kappa="auto"), chosen.posterior.localization)
 
     yield "draws", draws
 
 
+def scaled(scores: jostle.Scores, factor: float) -> jostle.Scores:
+    return replace(scores, values=scores.values * np.float32(factor))
+
+
 def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
-    """Whatever the record lacks of one case."""
+    """Whatever the record lacks of one case; a mean that it lacks takes the scores of all its places again."""
     kept = record.content["measured"].setdefault(name, {})
     case = CASES[name]()
     subsets = halves(len(Data(case.problem.train, "train")))
     for epochs in case.epochs:
         steps = case.trainer(epochs).steps(len(subsets.indices(0)))[0]
         found = kept.setdefault(str(epochs), {"steps": steps, "places": {}})
-        for place in PLACES:
-            rows = found["places"].setdefault(f"{place:g}", {})
-            if rows.keys() >= METHODS.keys():
-                continue
-            budget.check()
-            bank = retrain(
-                case.trainer(epochs), case.problem.train, case.problem.query, subsets=subsets, seeds=SEEDS,
-                loss=case.problem.loss, out=work / file_name(f"{name}-{epochs}"), progress=False,
-                minutes=budget.seconds_left / 60,
-            )  # fmt: skip
-            budget.check()  # it may have stopped before it was full
-            for method, scores in scores_at(case, case.model(place, epochs), steps):
-                if method not in rows:
-                    rows[method] = lds_over_queries(bank, scores())
-            shown = "  ".join(f"{method} {row['lds']:.3f}" for method, row in rows.items())
-            print(f"{name}, {steps} steps, at {place:g} of them: {shown}", flush=True)
+        places = {place: found["places"].setdefault(f"{place:g}", {}) for place in PLACES}
+        together = {label: found.setdefault("together", {}).setdefault(label, {}) for label in TOGETHER}
+        if all(rows.keys() >= METHODS.keys() for rows in (*places.values(), *together.values())):
+            continue
+        budget.check()
+        bank = retrain(
+            case.trainer(epochs), case.problem.train, case.problem.query, subsets=subsets, seeds=SEEDS,
+            loss=case.problem.loss, out=work / file_name(f"{name}-{epochs}"), progress=False,
+            minutes=budget.seconds_left / 60,
+        )  # fmt: skip
+        made: dict[tuple[str, float], jostle.Scores] = {}
+        for place, rows in places.items():
+            budget.check()  # the bank may have stopped before it was full
+            means = [together[label] for label, of in TOGETHER.items() if place in of]
+            for method, scores_of in scores_at(case, case.model(place, epochs), steps):
+                if any(method not in lacking for lacking in (rows, *means)):
+                    made[method, place] = scores_of()
+                    rows[method] = lds_over_queries(bank, made[method, place])
+            tell(name, steps, f"at {place:g} of them", rows)
             record.write()
+        for label, rows in together.items():
+            for method in METHODS.keys() - rows.keys():
+                scores = [made[method, place] for place in TOGETHER[label]]
+                mean = replace(scores[0], values=np.mean([one.values for one in scores], axis=0))
+                rows[method] = lds_over_queries(bank, mean)
+            tell(name, steps, f"{label} together", rows)
+        record.write()
+
+
+def tell(name: str, steps: int, where: str, rows: Mapping[str, Any]) -> None:
+    shown = "  ".join(f"{method} {rows[method]['lds']:.3f}" for method in METHODS if method in rows)
+    print(f"{name}, {steps} steps, {where}: {shown}", flush=True)
 
 
 def markdown(measured: Mapping[str, Any]) -> str:
     """A line for each length of training and each method."""
     lines = [
-        "| | steps | | " + " | ".join(f"at {place:g}" for place in PLACES) + " |",
-        "| --- " * (3 + len(PLACES)) + "|",
+        "| | steps | | " + " | ".join(f"at {place:g}" for place in PLACES) + " | " + " | ".join(TOGETHER) + " |",
+        "| --- " * (3 + len(PLACES) + len(TOGETHER)) + "|",
     ]
     for name, kept in measured.items():
         for found in kept.values():
             for method in METHODS:
                 rows = [found["places"].get(f"{place:g}", {}).get(method) for place in PLACES]
+                rows += [found.get("together", {}).get(label, {}).get(method) for label in TOGETHER]
                 cells = [f"{row['lds']:.3f} ± {row['standard_error']:.3f}" if row else "" for row in rows]
                 lines.append(f"| {name} | {found['steps']} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -346,6 +346,36 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
     np.testing.assert_allclose(rounded.values, limit.influence().values, rtol=1e-3, atol=1e-12)
 
 
+def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    from jostle.attributors import FirstOrder
+
+    task = language_model(
+        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
+    )
+    other: Any = copy.deepcopy(task.model)
+    with torch.no_grad():
+        for value in other.parameters():
+            value.mul_(0.7)
+    save_model(other, str(tmp_path / "other.safetensors"))
+    file, there = tmp_path / "a.safetensors", tmp_path / "other.safetensors"
+    result = jostle_command(
+        "first-order", file, *sources(place), "--labels", 2, "--total-rate", 0.5, "-k", 1, "--also", there
+    )
+    assert result.exit_code == 0, result.stderr
+    limits = [
+        FirstOrder(model, task.train, task.query, loss=task.loss, weights="attention", labels=2)
+        for model in (task.model, other)
+    ]
+    kappas = [limit.kappa_of_training(0.5) for limit in limits]
+    both = [limit.influence(kappa=kappa) for limit, kappa in zip(limits, kappas, strict=True)]
+    expected, found = (both[0].values + both[1].values) / 2, jostle.Scores.load(file)
+    np.testing.assert_allclose(found.values, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+    assert f"{there}: read at κ = {kappas[1]:.4g}, as the training says" in result.stderr
+    assert [one["kappa"] for one in found.provenance["mean_of"]] == pytest.approx(kappas, rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["a directory", "start.safetensors"])
 def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_model
@@ -398,6 +428,8 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
             "start: got other.safetensors, which could not be loaded (ValueError: it lacks ['",
         ),
         ("a.safetensors --total-rate 1 --labels 1 --start pickled.pt", "as safetensors (safetensors.torch.save_model)"),
+        ("a.safetensors --model nowhere --also gone.pt", "also: got gone.pt, which does not exist"),
+        ("a.safetensors --also empty.pt", "also: got empty.pt, which could not be loaded ("),
         ("a.safetensors --total-rate 1", "labels: got 0 and --total-rate, expected labels of the model"),
         (
             "a.safetensors --total-rate 1 --labels 1 --start broken.pt",

@@ -771,11 +771,15 @@ def test_places_along_a_training_are_measured_once(tmp_path: Path, monkeypatch: 
     assert found["steps"] == 16
     assert list(found["places"]) == ["0", "0.25", "0.5", "0.75", "1"]
     assert all(rows["first order"]["lds"] > 0.9 for rows in found["places"].values())
+    assert list(found["together"]) == list(halfway.TOGETHER)
+    for rows in found["together"].values():
+        assert rows["first order"]["lds"] > found["places"]["0"]["first order"]["lds"]
+    together = copy.deepcopy(found["together"])
     del found["places"]["0.5"]
     others = copy.deepcopy(found["places"])
     halfway.measure(name, tmp_path, record, Budget(10))
     assert found["places"].pop("0.5")["first order"]["lds"] > 0.9
-    assert found["places"] == others
+    assert (found["places"], found["together"]) == (others, together)
     assert halfway.markdown(record.content["measured"]).count("\n") == 1 + len(halfway.METHODS)
     halfway.draw(record.content["measured"], tmp_path / "figure.png")  # without a place
     assert (tmp_path / "figure.png").stat().st_size > 10_000

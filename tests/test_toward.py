@@ -155,3 +155,26 @@ def test_refuses() -> None:
         made(0 * drawn, errors).toward(made(first))
     with pytest.raises(jostle.InputError, match=r"noise as large as they are.*take more draws"):
         made(drawn, 10 + errors).toward(made(-first))
+
+
+def test_the_mean_of_several_is_of_the_same_pairs() -> None:
+    first, truth, _, errors = planted(0.7)
+    about = {"fingerprints": {"train": "a", "weights": "one"}, "kappa": 3.0, "train": [0, 1]}
+    other = {"fingerprints": {"train": "a", "weights": "two"}, "kappa": 5.0, "train": [0, 1]}
+    both = made(first, errors, scale=0.1, provenance=about), made(truth, errors, scale=0.1, provenance=other)
+    mean = Scores.mean_of(both)
+    np.testing.assert_allclose(mean.values, (first + truth) / 2, rtol=1e-12)
+    assert (mean.method, mean.scale, mean.normalized, mean.standard_error) == ("made, mean of 2", 0.1, False, None)
+    assert mean.provenance == {"train": [0, 1], "fingerprints": {"train": "a"}, "mean_of": [about, other]}
+    np.testing.assert_array_equal(first, planted(0.7)[0])  # what is averaged is left as it was
+    assert Scores.mean_of([made(first, scale=0.1), made(truth)]).scale is None
+    for wrong, said in (
+        (made(truth[:-1]), r"scores: got 399 × 300 scores \(train × query\), expected 400 × 300, as these"),
+        (made(truth, normalized=True), "scores: got correlations, expected covariances"),
+        (made(truth, provenance={**other, "fingerprints": {"train": "b"}}), "scores of other train data"),
+        (made(truth, provenance={**other, "on": "margin"}), "scores: got on margin, expected query"),
+    ):
+        with pytest.raises(jostle.InputError, match=said):
+            Scores.mean_of([both[0], wrong])
+    with pytest.raises(jostle.InputError, match="scores: got none"):
+        Scores.mean_of([])

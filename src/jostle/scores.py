@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from jaxtyping import Float
 from jostle.errors import EstimateWarning, InputError, require_folder, warn
 
 FORMAT = 1
+
+ASKED = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all", "reduction": "mean"}
+"""What scores were asked for, in their provenance, and what goes without saying."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,10 @@ class Scores:
         if self.standard_error is None:
             fix = "call influence(standard_error=True)"
             raise InputError("scores", got="no standard errors", expected="them, to know the noise by", fix=fix)
-        self._require_alike(steady)
+        if steady.provenance.get("spread") or "between_chain_share" in steady.provenance:
+            got = "the spread of a run" if steady.provenance.get("spread") else "scores of draws"
+            raise InputError("steady", got=f"{got}, which has noise", expected="scores without any, as of FirstOrder")
+        self._require_alike(steady, "steady")
         squares, noise = (_sum_of_products(one, one) for one in (self.values, self.standard_error))
         steady_squares, both = (_sum_of_products(steady.values, one.values) for one in (steady, self))
         if not np.isfinite([squares, noise, steady_squares, both]).all():
@@ -160,32 +166,63 @@ class Scores:
             provenance={**self.provenance, "toward": about},
         )
 
-    def _require_alike(self, other: Scores) -> None:
-        """Refuse scores of other pairs or of another kind."""
+    @classmethod
+    def mean_of(cls, several: Sequence[Scores]) -> Scores:
+        """Return the mean of scores of the same pairs, as of several checkpoints of one training.
+
+        What an example does to a model, it does all along the training. Where checkpoints from the way are at hand, the
+        mean of what they say predicts retraining about as well as the best of them, which nobody knows beforehand
+        (docs/reading.md). They count as much as their scores are large: covariances of draws should be of one
+        localization, correlations are alike anyhow. It has no standard errors: runs of one seed share their noise.
+
+        Raises:
+            InputError: without scores, or for those of other pairs, weights or kinds.
+        """
+        if not several:
+            raise InputError("scores", got="none", expected="those of one checkpoint or more")
+        first, *others = several
+        own = ("weights", "kappa")
+        for other in others:
+            first._require_alike(other, "scores", but=own)
+        values = np.zeros_like(first.values)
+        for one in several:
+            values += one.values / np.float32(len(several))
+        methods, scales = {one.method for one in several}, {one.scale for one in several}
+        fingerprints = first.provenance.get("fingerprints", {})
+        return cls(
+            values=values,
+            method=f"{' and '.join(sorted(methods))}, mean of {len(several)}",
+            normalized=first.normalized,
+            scale=scales.pop() if len(scales) == 1 else None,
+            provenance={
+                **{key: first.provenance[key] for key in ASKED if key in first.provenance and key not in own},
+                "fingerprints": {key: value for key, value in fingerprints.items() if key not in own},
+                "mean_of": [dict(one.provenance) for one in several],
+            },
+        )
+
+    def _require_alike(self, other: Scores, name: str, *, but: Collection[str] = ()) -> None:
+        """Refuse scores of other pairs or of another kind; ``but`` says what they may differ in."""
         if other.values.shape != self.values.shape:
             got, expected = (" × ".join(map(str, one.values.shape)) for one in (other, self))
-            raise InputError("steady", got=f"{got} scores (train × query)", expected=f"{expected}, as these")
+            raise InputError(name, got=f"{got} scores (train × query)", expected=f"{expected}, as these")
         if other.normalized != self.normalized:
             kinds = ["covariances", "correlations"]
             got, expected = kinds[other.normalized], kinds[self.normalized]
             fix = f"make them with normalize={self.normalized}"
-            raise InputError("steady", got=got, expected=f"{expected}, as these", fix=fix)
-        if other.provenance.get("spread") or "between_chain_share" in other.provenance:
-            got = "the spread of a run" if other.provenance.get("spread") else "scores of draws"
-            raise InputError("steady", got=f"{got}, which has noise", expected="scores without any, as of FirstOrder")
+            raise InputError(name, got=got, expected=f"{expected}, as these", fix=fix)
         ours, theirs = (one.provenance.get("fingerprints", {}) for one in (self, other))
         told = {"weights": "another model", "moving": "other weights of the model"}
-        for name in sorted(ours.keys() & theirs.keys(), reverse=True):  # another model may have other weights, too
-            if ours[name] != theirs[name]:
-                what = told.get(name, f"other {name} data")
-                raise InputError("steady", got=f"scores of {what}", expected="scores of the same, as these")
-        plain = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all", "reduction": "mean"}
-        for name, usual in plain.items():
-            here, there = (one.provenance.get(name, usual) for one in (self, other))
+        for key in sorted(ours.keys() & theirs.keys(), reverse=True):  # another model may have other weights, too
+            if key not in but and ours[key] != theirs[key]:
+                what = told.get(key, f"other {key} data")
+                raise InputError(name, got=f"scores of {what}", expected="scores of the same, as these")
+        for key in [key for key in ASKED if key not in but]:
+            here, there = (one.provenance.get(key, ASKED[key]) for one in (self, other))
             # A correlation of sums is that of means.
-            if here != there and not (name == "reduction" and self.normalized):
+            if here != there and not (key == "reduction" and self.normalized):
                 told = [str(value) if len(str(value)) < 40 else "other ones" for value in (there, here)]
-                raise InputError("steady", got=f"{name} {told[0]}", expected=f"{told[1]}, as these")
+                raise InputError(name, got=f"{key} {told[0]}", expected=f"{told[1]}, as these")
 
     def top(self, query: int, k: int = 10) -> Ranking:
         """Return the ``k`` most helpful (most negative first) and most harmful (most positive first) examples."""

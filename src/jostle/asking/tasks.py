@@ -95,7 +95,7 @@ def language_model(
     )
 
 
-def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
+def other_checkpoint(model: nn.Module, name: str, *, flag: str = "start") -> nn.Module:
     """The model at other weights, on the same device: of a file with a state dict, or of a causal language model."""
     if not Path(name).is_file() and Path(name).suffix not in STATE_DICTS:
         _require_place(name)
@@ -115,8 +115,15 @@ def other_checkpoint(model: nn.Module, name: str) -> nn.Module:
         expected = (
             "the model's state dict as safetensors (safetensors.torch.save_model), or a language model's directory"
         )
-        raise InputError("start", got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
+        raise InputError(flag, got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
     return other
+
+
+def require_checkpoint(name: str, *, flag: str) -> None:
+    """Refuse what `other_checkpoint` will not find, before there is work that would be lost."""
+    if Path(name).suffix in STATE_DICTS and not Path(name).exists():
+        raise InputError(flag, got=f"{name}, which does not exist", expected="another checkpoint of the model")
+    _require_place(name)
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:

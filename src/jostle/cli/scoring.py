@@ -35,6 +35,10 @@ _TRAINING = "With --total-rate: "
             "jostle first-order a.safetensors --model ./tuned ... --total-rate 0.02 --start ./base",
             "for what would be trained from ./base",
         ),
+        (
+            "jostle first-order a.safetensors --model ./checkpoint-250 ... --also ./checkpoint-500",
+            "the mean of what two checkpoints say",
+        ),
         ("jostle evaluate banks/a a.safetensors", "whether they predict retraining"),
     ),
 )
@@ -77,6 +81,13 @@ def first_order(
             help=f"{_TRAINING}where it begins, if not at the model: an LM, or weights in a .safetensors file.",
         ),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHECKPOINT",
+            help="Another checkpoint of the same training: scores are the mean of what all say. As often as you like.",
+        ),
+    ] = None,
     correlation: Annotated[
         bool, typer.Option("--correlation/--covariance", help="Which of the two scores are.", show_default=True)
     ] = False,
@@ -98,11 +109,12 @@ def first_order(
     from rich.console import Console
 
     from jostle.asking import requests
-    from jostle.asking.tasks import other_checkpoint
+    from jostle.asking.tasks import other_checkpoint, require_checkpoint
     from jostle.attributors import FirstOrder
     from jostle.attributors.first_order import damping_of, require_kappa
     from jostle.cli.terminal import print_ranking
     from jostle.data.datasets import Data
+    from jostle.scores import Scores
 
     if file.suffix != ".safetensors":
         raise InputError("file", got=str(file), expected="the name of a file ending in .safetensors")
@@ -121,6 +133,8 @@ def first_order(
     if not labels and total_rate is not None:
         raise InputError("labels", got="0 and --total-rate", expected="labels of the model: they show its curvature")
     require_folder("file", file)
+    for name in also or ():
+        require_checkpoint(name, flag="also")
     started = time.perf_counter()
     request = requests.resolve(only_given(flags))
     task = requests.task_of(request)
@@ -129,15 +143,22 @@ def first_order(
     queries = len(Data(task.query, "query", collate=collate))
     if k and show >= queries:  # before the gradients are taken, not after
         raise InputError("show", got=show, expected=f"an index below {queries}")
-    limit = FirstOrder(
-        task.model, task.train, task.query, loss=task.loss, weights=weights, collate=collate,
-        labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
-        start=None if start is None else other_checkpoint(task.model, start), progress=True,
-    )  # fmt: skip
-    if total_rate is not None:
-        kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
-    scores = limit.influence(**only_given({"kappa": kappa}), normalize=correlation)
-    say(f"read at κ = {scores.provenance['kappa']:.4g}" + (", as the training says" if total_rate is not None else ""))
+    begun = None if start is None else other_checkpoint(task.model, start)
+    several = []
+    for name in (None, *(also or ())):
+        model = task.model if name is None else other_checkpoint(task.model, name, flag="also")
+        limit = FirstOrder(
+            model, task.train, task.query, loss=task.loss, weights=weights, collate=collate,
+            labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
+            start=begun, progress=True,
+        )  # fmt: skip
+        if total_rate is not None:
+            kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
+        several.append(limit.influence(**only_given({"kappa": kappa}), normalize=correlation))
+        of = f"{name or request['model']}: " if also else ""
+        told = ", as the training says" if total_rate is not None else ""
+        say(f"{of}read at κ = {several[-1].provenance['kappa']:.4g}{told}")
+    scores = Scores.mean_of(several) if also else several[0]
     replace(scores, provenance={**scores.provenance, "seconds": time.perf_counter() - started}).save(file)
     if k:
         train, query = (task.examples.get(name, []) for name in ("train", "query"))
