@@ -33,7 +33,8 @@ audit: $(INSTALLED) ## Ask whether a pinned dependency has a known vulnerability
 
 # The stamp is written last, so an installation that was interrupted is done again.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	# The pip that comes with Python may be years old, and takes twice as long.
+	$(PYTHON) -m venv --upgrade-deps .venv
 	# Most modules are never imported: those that are, Python compiles then.
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	# kronfluence asks for torchvision and never imports it; without that, EK-FAC is small.

@@ -313,7 +313,8 @@ def main() -> None:
     def every_seed(record: Record, budget: Budget, bif: Mapping[str, Mapping[str, Any]]) -> None:
         for seed in arguments.seeds:
             for setting in settings_of(arguments, seed, record, budget, bif):
-                run_at(arguments.at, setting, arguments.work / f"seed-{seed}" / "scores", record, budget)
+                scores = arguments.work / f"seed-{seed}" / "scores"
+                run_at(arguments.at, setting, scores, record, budget, together=arguments.together)
 
     measured = conduct(arguments, {"model": "ResNet-9, 1,972,792 weights"}, BIF, every_seed)["measured"]
     for share in arguments.attribution:

@@ -333,7 +333,8 @@ def main() -> None:
             print(named(recipe, seed), flush=True)
             given = {**bif, **(sweep(arguments.sweep) if arguments.sweep else {})}
             setting = setting_of(arguments, recipe, record, budget, given, seed=seed)
-            run_at(arguments.at, setting, arguments.work / file_name(setting.name) / "scores", record, budget)
+            scores = arguments.work / file_name(setting.name) / "scores"
+            run_at(arguments.at, setting, scores, record, budget, together=arguments.together)
 
     about = {"model": arguments.model.name, "weights": WEIGHTS, "recipes": RECIPES}
     for name, found in conduct(arguments, about, BIF, every_recipe)["measured"].items():

@@ -482,15 +482,32 @@ class Record:
             }  # fmt: skip
 
 
-def run_at(parts: Sequence[float], setting: Setting, work: Path, record: Record, budget: Budget) -> None:
-    """`run` at each of these parts of a training."""
+def run_at(
+    parts: Sequence[float], setting: Setting, work: Path, record: Record, budget: Budget, *, together: bool = False
+) -> None:
+    """`run` at each of these parts of a training; and measure the mean of what this call has made at all of them."""
     setting.keep_banks()
-    for part in parts:
-        run(setting.at(part), work, record, budget)
+    made: list[dict[str, Scores]] = [{} for _ in parts]
+    for part, scores in zip(parts, made, strict=True):
+        run(setting.at(part), work, record, budget, scores if together else None)
+    if together:
+        means = {}
+        for name in [name for name in made[0] if all(name in one for one in made)]:
+            several = [one[name] for one in made]
+            mean, seconds = Scores.mean_of(several), sum(one.provenance["seconds"] for one in several)
+            means[name] = replace(mean, provenance={**mean.provenance, "seconds": seconds})
+        where = " and ".join(f"{part:g}" for part in parts)
+        measure(f"{setting.name}, at {where} together", setting.banks, means, record)
+        record.write()
 
 
-def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
-    """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on."""
+def run(
+    setting: Setting, work: Path, record: Record, budget: Budget, all_scores: dict[str, Scores] | None = None
+) -> None:
+    """Score and measure whatever the record does not have yet; a method that fails is recorded and others go on.
+
+    The scores, for all of which there may be no room, are left in ``all_scores`` if it is given.
+    """
     work = work / file_name(setting.name)
     work.mkdir(parents=True, exist_ok=True)
     lacking = {
@@ -515,16 +532,22 @@ def run(setting: Setting, work: Path, record: Record, budget: Budget) -> None:
             with record.failing(setting.name, made):
                 for bank in (bank for name, bank in setting.banks.items() if is_judged_by(name, made)):
                     bank.check(given)
-                scores[made] = given
-        about = {
-            made: {"seconds": seconds, **{key: value for key, value in given.provenance.items() if key in KEPT}}
-            for made, given in scores.items()
-        }
-        for bank_name, report in judged(setting.banks, scores, controls=False):
-            record.keep(setting.name, bank_name, report, about)
-            for row in report.rows:
-                took = about[row.method]["seconds"]
-                print(f"  {bank_name:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
+                scores[made] = replace(given, provenance={"seconds": seconds, **given.provenance})
+        measure(setting.name, setting.banks, scores, record)
+        if all_scores is not None:
+            all_scores |= scores
+
+
+def measure(setting: str, banks: Mapping[str, Bank], scores: Mapping[str, Scores], record: Record) -> None:
+    """Keep and show what banks say of scores, and of what is known about them what a record should have."""
+    about = {
+        name: {key: value for key, value in given.provenance.items() if key in KEPT} for name, given in scores.items()
+    }
+    for bank, report in judged(banks, scores, controls=False):
+        record.keep(setting, bank, report, about)
+        for row in report.rows:
+            took = about[row.method]["seconds"]
+            print(f"  {bank:24} {row.method:44} {row.per_query}   {row.per_subset}   {took:.1f} s", flush=True)
 
 
 def judged(banks: Mapping[str, Bank], scores: Mapping[str, Scores], **more: Any) -> Iterator[tuple[str, Report]]:
@@ -678,6 +701,7 @@ def add_retraining(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         help="where scores are taken: 0 is what is trained again, 1 the model that is analysed, between them such a "
         "part of a training on all examples",
     )  # fmt: skip
+    parser.add_argument("--together", action="store_true", help="the mean of what is made at all those places, too")
     parser.add_argument("--only", nargs="+", default=(), metavar="JOB", help="these in this order; others are listed")
     add_keep(parser)
     parser.set_defaults(**{"read_at": (READ_AT,), **defaults})

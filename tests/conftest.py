@@ -27,8 +27,9 @@ RECORDS = pytest.StashKey[dict[str, Any]]()
 
 LONGEST = (
     "ways", "ranks", "sharding", "survival", "calibration", "retraining_experiments", "cli", "thermometer", "ground_truth",
-    "viewer", "evaluate", "invariance", "attributors", "sweep", "stores", "digits_retraining", "diagnose", "language_demo",
-    "fuzz",
+    "viewer", "evaluate", "invariance", "attributors", "diagnose", "sampler_laws", "stopping", "conditioning", "fuzz", "stores",
+    "language_demo", "sweep", "estimate", "graphs", "thinning", "viewer_files", "spreading", "training", "digits_retraining",
+    "viewer_server",
 )  # fmt: skip
 """Files of tests that take longest, which begin first: whoever takes one last would keep all other cores waiting."""
 

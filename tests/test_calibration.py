@@ -630,10 +630,10 @@ def test_the_same_in_other_words_is_the_same_run(words: list[str], calibrated: P
 
 
 def test_a_step_that_the_pilot_halved_is_the_same_when_it_is_asked_for_again(task: list[str], tmp_path: Path) -> None:
-    step = ["--localization", "100", "--n-beta", "300", "--step-size", "0.03", *WHOLE]
+    step = ["--localization", "100", "--n-beta", "300", "--step-size", "0.005", *WHOLE]
     command = ["run", tmp_path / "run", *task, "--auto", "--sampler", "sgld", *step]
     assert jostle_command(*command).exit_code == 0
-    assert jostle.load(tmp_path / "run").config["sampler"]["step_size"] < 0.03
+    assert jostle.load(tmp_path / "run").config["sampler"]["step_size"] < 0.005
     again = jostle_command(*command)
     assert again.exit_code == 0, again.stderr
     assert "is complete" in again.stderr

@@ -428,7 +428,7 @@ def test_errors_do_not_depend_on_the_buffer_or_the_order(slow: slice) -> None:
     for side in (left, right):
         side[:, :, slow] = autoregressive(generator, 0.6, (4, 200, 100))
     wide, narrow = (
-        estimate.covariance(left, right, standard_error=True, buffer_bytes=size) for size in (1 << 28, 1 << 19)
+        estimate.covariance(left, right, standard_error=True, buffer_bytes=size) for size in (1 << 28, 1 << 21)
     )
     assert narrow.standard_error is not None
     assert wide.standard_error is not None

@@ -1028,10 +1028,14 @@ from pathlib import Path
 sys.path[:0] = {[str(tmp_path), *sys.path]!r}
 
 if __name__ == "__main__":
-    import joblib
+    import joblib, multiprocessing
+    from joblib.externals.loky.backend.context import set_start_method
     from task import QUERY_SET, TRAIN_SET, dies
     from jostle.evaluate import random_subsets, retrain
     warnings.simplefilter("ignore")
+    # Every death ends both processes: the next ones, too, are forked from one that has imported everything once.
+    set_start_method("forkserver")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["jostle.evaluate", "task"])
     with joblib.parallel_config(backend="loky", n_jobs=2):
         retrain(dies, TRAIN_SET, QUERY_SET, subsets=random_subsets(20, 3), out={str(tmp_path / "bank")!r})
     print(os.getpid())

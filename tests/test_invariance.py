@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from jostle.errors import InputError
 from jostle.models.functional import FunctionalModel, SideBySide
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
+from test_ranks import PROCESSES
 
 pytestmark = pytest.mark.filterwarnings("ignore:every step of Gaussian")
 """All rules are thinned alike here."""
@@ -244,30 +242,29 @@ def test_resumed(
     assert len(list((tmp_path / "run" / "state").glob("*"))) == (3 if keep == "traces" else 0)
 
 
-SCRIPT = """
-    import sys; sys.path.insert(0, {tests!r})
-    import test_invariance as t, time
-    def slow(model):
+def sample_slowly(out: Path, threads: int) -> None:
+    """So that there is time to stop it."""
+    torch.set_num_threads(threads)
+
+    def slow(model: nn.Module) -> Tensor:
         time.sleep(0.02)
         return next(model.parameters()).reshape(-1)[:2]
-    print("ready", flush=True)
-    t.run(out={out!r}, draws=100, checkpoint_seconds=0.05, chains_at_once=1, observables={{"first": slow}})
-"""
+
+    run(out=out, draws=100, checkpoint_seconds=0.05, chains_at_once=1, observables={"first": slow})
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_resumed_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), out=str(out))
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, env=environment)
+    process = PROCESSES.Process(target=sample_slowly, args=(out, torch.get_num_threads()))
+    process.start()
     deadline = time.monotonic() + 300
     while not list(out.glob("state/*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
-    process.send_signal(number)
-    process.communicate()
-    assert process.returncode != 0
+    os.kill(process.pid or 0, number)
+    process.join()
+    assert process.exitcode != 0
     assert list(out.glob("state/*.safetensors"))
     settings = {
         "draws": 100,

@@ -50,7 +50,7 @@ from experiments.retraining import (
 from torch import nn
 
 import jostle
-from jostle.attributors import gradient_similarity, layers_alike
+from jostle.attributors import FirstOrder, gradient_similarity, layers_alike
 from jostle.data.datasets import Data
 from jostle.evaluate import Bank, lds, random_subsets
 from jostle.models.functional import sample_means
@@ -161,7 +161,7 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="it is not known what is trained again, or how"):
         asked.at(0.0)
     asked = replace(asked, start=start, along=lambda part: step(np.arange(round(40 * part)), 0).train())
-    run_at((1.0, 0.0), replace(asked, keep=tmp_path / "kept"), tmp_path / "work", record, budget)
+    run_at((1.0, 0.0), replace(asked, keep=tmp_path / "kept"), tmp_path / "work", record, budget, together=True)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["bank-all-0.5.npz"]  # it is the same for all parts
     between = asked.at(0.5)
     assert between.name == f"{asked.name}, after 0.5 of a training on all"
@@ -174,6 +174,15 @@ def test_scores_where_training_begins(tmp_path: Path) -> None:
         rest = ", covariance, read at κ = that of training 0.5" if job.startswith("first order") else ""
         least = 0.8 if "Adam" in job else 0.98  # the step was not Adam's; losses have half precision
         assert begun[f"{job}{rest}"]["per_query"] > max(least, trained[f"{job}{rest}"]["per_query"])
+    both = record.content["measured"][f"{asked.name}, at 1 and 0 together"]["0.5"]["methods"]
+    assert both.keys() == begun.keys() - {"random", "query difficulty", "subset size"}
+    plain, told = f"{jobs[0]}, covariance, read at κ = ", "that of training 0.5"
+    limits = [FirstOrder(model, TRAIN_SET, QUERY_SET, labels=2) for model in (start, asked.model)]
+    mean = jostle.Scores.mean_of([limit.influence(kappa=10.0) for limit in limits])
+    assert both[f"{plain}10"]["per_query"] == pytest.approx(lds(bank, mean).value, abs=1e-3)
+    assert both[f"{plain}{told}"]["seconds"] == pytest.approx(
+        trained[f"{plain}{told}"]["seconds"] + begun[f"{plain}{told}"]["seconds"]
+    )
     before = (tmp_path / "record.json").read_bytes()
     run(asked.at(0.0), tmp_path / "work", record, Budget(10))  # nothing is left to do
     assert (tmp_path / "record.json").read_bytes() == before

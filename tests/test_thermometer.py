@@ -59,7 +59,7 @@ def test_temperature_is_that_of_the_chains_own_covariance(step: float, batch_siz
     step_size = step / STEEPEST
     covariance = SMALL.minibatch_covariance(step_size, batch_size)
     expected = np.trace(covariance @ SMALL.precision) / 6
-    run = sample_run(SMALL, step_size, chains=8, draws=400, thin=5, batch_size=batch_size)
+    run = sample_run(SMALL, step_size, chains=32, draws=100, thin=5, batch_size=batch_size)
     found = run.diagnostics(support=False)["temperature"]
     assert found["standard_error"] < 0.05 * expected
     assert abs(found["value"] - expected) < 4 * found["standard_error"] + 0.01 * expected
@@ -70,7 +70,7 @@ def test_temperature_is_that_of_the_chains_own_covariance(step: float, batch_siz
 def test_chains_without_an_error_of_the_step_have_the_targets_temperature(prior_precision: float) -> None:
     """w* is no minimum of the losses, and a prior pulls elsewhere: neither matters."""
     for sampler in (jostle.BAOAB(step_size=2 / STEEPEST), jostle.LeimkuhlerMatthews(step_size=2 / STEEPEST)):
-        run = sample_run(SMALL, 0, sampler=sampler, prior_precision=prior_precision, chains=8, draws=300, thin=5)
+        run = sample_run(SMALL, 0, sampler=sampler, prior_precision=prior_precision, chains=32, draws=75, thin=5)
         found = run.diagnostics(support=False)["temperature"]
         assert abs(found["value"] - 1) < 4 * found["standard_error"] < 0.15
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Bool, Float
 
 from jostle.errors import ChainsFailedError, InputError
@@ -172,7 +171,7 @@ def repeatability(bank: Bank) -> float | None:
     rows = both[0] & both[1] if halves[1].shape[1] else np.zeros(len(losses), bool)
     if rows.sum() < 3:
         return None
-    first, second = (scipy.stats.rankdata(np.nanmean(half[rows], axis=1).T, axis=1) for half in halves)
+    first, second = (_ranks(np.nanmean(half[rows], axis=1).T) for half in halves)
     return float(correlations(first, second, np.ones((rows.sum(), 1))).mean())
 
 
@@ -202,7 +201,7 @@ def lds_of(
     def ranked(values: Float[np.ndarray, "subset query"]) -> Float[np.ndarray, "row column"]:
         """One correlation a row; Spearman's is Pearson's of ranks."""
         rows = values.T if per == "query" else values
-        return scipy.stats.rankdata(rows, axis=1) if correlation == "spearman" else np.ascontiguousarray(rows)
+        return _ranks(rows) if correlation == "spearman" else np.ascontiguousarray(rows)
 
     def resampled(count: int) -> np.ndarray:
         return generator.multinomial(count, np.full(count, 1 / count)).astype(float)
@@ -321,7 +320,7 @@ def mislabel_detection(
     generator = np.random.default_rng(seed)
 
     def auroc(bad: np.ndarray, good: np.ndarray) -> float:
-        above = scipy.stats.rankdata(np.concatenate([bad, good]))[: len(bad)].sum() - len(bad) * (len(bad) + 1) / 2
+        above = _ranks(np.concatenate([bad, good]))[: len(bad)].sum() - len(bad) * (len(bad) + 1) / 2
         return float(above / (len(bad) * len(good)))
 
     groups = suspicion[wrong], suspicion[~wrong]
@@ -544,3 +543,10 @@ def _seed_means(values: Float[np.ndarray, "subset seed query"]) -> Float[np.ndar
     finite = np.isfinite(values)
     total = np.where(finite, values, 0).sum(1)
     return np.where(finite.any(1), total / np.maximum(finite.sum(1), 1), np.nan)
+
+
+def _ranks(values: Float[np.ndarray, "... value"]) -> Float[np.ndarray, "... value"]:
+    """The ranks of values along the last axis, of equal ones their mean."""
+    from scipy.stats import rankdata  # takes a second, which processes that only train can do without
+
+    return rankdata(values, axis=-1)
