@@ -374,6 +374,16 @@ def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path:
     np.testing.assert_allclose(found.values, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
     assert f"{there}: read at κ = {kappas[1]:.4g}, as the training says" in result.stderr
     assert [one["kappa"] for one in found.provenance["mean_of"]] == pytest.approx(kappas, rel=1e-3)
+    assert [one["model"] for one in found.provenance["mean_of"]] == [str(place / "model"), str(there)]
+    # A wider one has parameters of the same names.
+    config = task.model.config
+    config.intermediate_size *= 2
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
+    shutil.copy(place / "model" / "tokenizer.json", tmp_path / "wider")
+    shutil.copy(place / "model" / "tokenizer_config.json", tmp_path / "wider")
+    result = jostle_command("first-order", file, *sources(place), "--also", tmp_path / "wider", "-k", 0)
+    assert result.exit_code == 2
+    assert "wider, which has model.layers.0.mlp.gate_proj.weight [128, 32], expected" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("kind", ["a directory", "start.safetensors"])
@@ -418,7 +428,7 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
             "a.safetensors --total-rate 1 --labels 1 --start ./x.pt",
             "start: got ./x.pt, which could not be loaded (File",
         ),
-        ("a.safetensors --total-rate 1 --labels 1 --start ./x", "model: got ./x, which does not exist"),
+        ("a.safetensors --total-rate 1 --labels 1 --start ./x", "start: got ./x, which does not exist"),
         (
             "a.safetensors --total-rate 1 --labels 1 --start empty.pt",
             "start: got empty.pt, which could not be loaded (",
@@ -429,6 +439,12 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
         ),
         ("a.safetensors --total-rate 1 --labels 1 --start pickled.pt", "as safetensors (safetensors.torch.save_model)"),
         ("a.safetensors --model nowhere --also gone.pt", "also: got gone.pt, which does not exist"),
+        ("a.safetensors --model nowhere --also ./gone", "also: got ./gone, which does not exist"),
+        ("a.safetensors --model nowhere --also .", "also: got ., which has no config.json"),
+        (
+            "a.safetensors --total-rate 1 --labels 1 --start x.pt --also y.pt",
+            "also: got --start as well, expected one of the two",
+        ),
         ("a.safetensors --also empty.pt", "also: got empty.pt, which could not be loaded ("),
         ("a.safetensors --total-rate 1", "labels: got 0 and --total-rate, expected labels of the model"),
         (

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -1156,6 +1157,14 @@ def test_a_run_without_traces_is_read_without_kappa_and_says_so(place: Path, tmp
     assert [name for name in scores if "κ" in name] == ["BIF run covariance, κ = 10", "BIF run correlation, κ = 10"]
 
 
+def test_files_of_one_method_are_called_after_themselves(place: Path, tmp_path: Path) -> None:
+    exact = place / "exact.safetensors"
+    other = shutil.copy(exact, tmp_path / "later.safetensors")
+    assert [*read_scores([str(exact)])[0]] == ["exact"]
+    assert [*read_scores([str(exact), str(other)])[0]] == ["exact exact", "exact later"]
+    assert [*read_scores([f"mine={exact}", str(other)])[0]] == ["mine", "exact later"]
+
+
 def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "constant.npy", np.ones((40, 12)))
     np.save(tmp_path / "flat.npy", np.ones(40))
@@ -1165,8 +1174,14 @@ def test_the_command_refuses_what_is_no_bank_or_no_scores(place: Path, tmp_path:
     np.save(flags, np.arange(7) < 2)
     for arguments, words in (
         ([place / "run"], "no readable bank.json"),
-        ([place / "bank", tmp_path / "nothing.csv"], "expected the directory of a run, or a file of scores"),
-        ([place / "bank", tmp_path / "constant.npy"], "the same score for every training example"),
+        (
+            [place / "bank", tmp_path / "nothing.csv"],
+            "nothing.csv, which does not exist, expected the directory of a run",
+        ),
+        (
+            [place / "bank", f"mine={tmp_path / 'constant.npy'}"],
+            "scores of mine: got the same score for every training example",
+        ),
         ([place / "bank", tmp_path / "flat.npy"], "got 40 numbers, expected 40 train × 12 query"),
         ([place / "bank", tmp_path / "broken.npy"], "which cannot be read"),
         ([place / "bank", tmp_path / "broken.safetensors"], "which cannot be read"),

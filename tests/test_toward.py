@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,19 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
     np.testing.assert_array_equal(first, planted(0.7)[0])  # what is averaged is left as it was
     assert Scores.mean_of([made(first, scale=0.1), made(truth)]).scale is None
     for wrong, said in (
-        (made(truth[:-1]), r"scores: got 399 × 300 scores \(train × query\), expected 400 × 300, as these"),
-        (made(truth, normalized=True), "scores: got correlations, expected covariances"),
+        (made(truth[:-1]), r"scores\[1\]: got 399 × 300 scores \(train × query\), expected 400 × 300, as these"),
+        (made(truth, normalized=True), r"scores\[1\]: got correlations, expected covariances"),
+        (truth, r"scores\[1\]: got a ndarray, expected Scores"),
+        (
+            made(truth, provenance={**other, "metric": "adam"}),
+            "got scores of made in the metric adam, expected those of made",
+        ),
+        (replace(made(truth, provenance=other), method="EK-FAC"), "got scores of EK-FAC, expected those of made"),
         (made(truth, provenance={**other, "fingerprints": {"train": "b"}}), "scores of other train data"),
-        (made(truth, provenance={**other, "on": "margin"}), "scores: got on margin, expected query"),
+        (made(truth, provenance={**other, "on": "margin"}), r"scores\[1\]: got on margin, expected query"),
     ):
         with pytest.raises(jostle.InputError, match=said):
             Scores.mean_of([both[0], wrong])
     with pytest.raises(jostle.InputError, match="scores: got none"):
         Scores.mean_of([])
+    np.testing.assert_allclose(Scores.mean_of(one for one in both).values, mean.values)  # pyright: ignore[reportArgumentType]

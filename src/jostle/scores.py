@@ -172,26 +172,33 @@ class Scores:
 
         What an example does to a model, it does all along the training. Where checkpoints from the way are at hand, the
         mean of what they say predicts retraining about as well as the best of them, which nobody knows beforehand
-        (docs/reading.md). They count as much as their scores are large: covariances of draws should be of one
-        localization, correlations are alike anyhow. It has no standard errors: runs of one seed share their noise.
+        (docs/reading.md). They count as much as their scores are large, so leave out those of the first tenth, where
+        gradients are; covariances of draws should be of one localization. It has no standard errors: runs of one seed
+        share their noise.
 
         Raises:
-            InputError: without scores, or for those of other pairs, weights or kinds.
+            InputError: without scores, or for those of other pairs, weights, methods or kinds.
         """
+        several = [several] if isinstance(several, Scores) else list(several)
         if not several:
             raise InputError("scores", got="none", expected="those of one checkpoint or more")
-        first, *others = several
-        own = ("weights", "kappa")
-        for other in others:
-            first._require_alike(other, "scores", but=own)
+        first, own = several[0], ("weights", "kappa")
+        for number, other in enumerate(several):
+            name = f"scores[{number}]"
+            if not isinstance(other, Scores):
+                raise InputError(name, got=f"a {type(other).__name__}", expected="Scores, as run.influence() gives")
+            first._require_alike(other, name, but=own)
+            theirs, ours = (" in the metric ".join(_method(one)) for one in (other, first))
+            if theirs != ours:
+                raise InputError(name, got=f"scores of {theirs}", expected=f"those of {ours}, as the first")
         values = np.zeros_like(first.values)
         for one in several:
             values += one.values / np.float32(len(several))
-        methods, scales = {one.method for one in several}, {one.scale for one in several}
+        scales = {one.scale for one in several}
         fingerprints = first.provenance.get("fingerprints", {})
         return cls(
             values=values,
-            method=f"{' and '.join(sorted(methods))}, mean of {len(several)}",
+            method=f"{first.method}, mean of {len(several)}",
             normalized=first.normalized,
             scale=scales.pop() if len(scales) == 1 else None,
             provenance={
@@ -332,6 +339,12 @@ class Scores:
             degrees_of_freedom=about["degrees_of_freedom"],
             provenance=about["provenance"],
         )
+
+
+def _method(scores: Scores) -> tuple[str, ...]:
+    """The method, and its metric where it has one."""
+    metric = scores.provenance.get("metric")
+    return (scores.method,) if metric is None else (scores.method, str(metric))
 
 
 def _mixture(steady_squares: float, both: float, squares: float, clean: float) -> tuple[float, float]:

@@ -98,8 +98,14 @@ def language_model(
 def other_checkpoint(model: nn.Module, name: str, *, flag: str = "start") -> nn.Module:
     """The model at other weights, on the same device: of a file with a state dict, or of a causal language model."""
     if not Path(name).is_file() and Path(name).suffix not in STATE_DICTS:
-        _require_place(name)
-        return _load(name, str(next(model.parameters()).device), spread=False)[0]
+        _require_place(name, flag)
+        other = _load(name, str(next(model.parameters()).device), spread=False)[0]
+        theirs, ours = ({key: value.shape for key, value in one.state_dict().items()} for one in (other, model))
+        for key in ours | theirs:
+            if theirs.get(key) != ours.get(key):
+                got, expected = (f"{key} {list(one[key])}" if key in one else f"no {key}" for one in (theirs, ours))
+                raise InputError(flag, got=f"{name}, which has {got}", expected=f"{expected}, as the model")
+        return other
     try:
         state = load_file(name)  # and no pickle, which may run whatever it likes
         other = copy.deepcopy(model)
@@ -121,19 +127,22 @@ def other_checkpoint(model: nn.Module, name: str, *, flag: str = "start") -> nn.
 
 def require_checkpoint(name: str, *, flag: str) -> None:
     """Refuse what `other_checkpoint` will not find, before there is work that would be lost."""
-    if Path(name).suffix in STATE_DICTS and not Path(name).exists():
-        raise InputError(flag, got=f"{name}, which does not exist", expected="another checkpoint of the model")
-    _require_place(name)
+    place, expected = Path(name), "another checkpoint of the model"
+    if place.suffix in STATE_DICTS and not place.exists():
+        raise InputError(flag, got=f"{name}, which does not exist", expected=expected)
+    if place.is_dir() and not any((place / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise InputError(flag, got=f"{name}, which has no config.json", expected=expected)
+    _require_place(name, flag)
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
     return [example.sample for example in examples]
 
 
-def _require_place(name: str) -> None:
+def _require_place(name: str, flag: str = "model") -> None:
     """Refuse a path that is not there and can be no id, which would otherwise be asked of the hub, again and again."""
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise InputError("model", got=f"{name}, which does not exist", expected=EXPECTED_MODEL, fix=_nearest(name))
+        raise InputError(flag, got=f"{name}, which does not exist", expected=EXPECTED_MODEL, fix=_nearest(name))
 
 
 def require_device(name: str | None) -> None:

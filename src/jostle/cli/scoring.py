@@ -124,6 +124,9 @@ def first_order(
     if metric == "adam" and total_rate is not None and batch_size is None:
         expected = "the examples in a step of that training, by whose root Adam's steps are larger"
         raise InputError("batch_size", got="--total-rate without it", expected=expected, fix="add --batch-size")
+    if also and start is not None:
+        expected = "one of the two: on the way, curvature is counted where the gradients are"
+        raise InputError("also", got="--start as well", expected=expected)
     if kappa is not None and total_rate is not None:
         raise InputError("kappa", got="--total-rate as well", expected="one of the two")
     if kappa is not None:
@@ -154,7 +157,8 @@ def first_order(
         )  # fmt: skip
         if total_rate is not None:
             kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
-        several.append(limit.influence(**only_given({"kappa": kappa}), normalize=correlation))
+        found = limit.influence(**only_given({"kappa": kappa}), normalize=correlation)
+        several.append(replace(found, provenance={**found.provenance, "model": str(name or request["model"])}))
         of = f"{name or request['model']}: " if also else ""
         told = ", as the training says" if total_rate is not None else ""
         say(f"{of}read at κ = {several[-1].provenance['kappa']:.4g}{told}")

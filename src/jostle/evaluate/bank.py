@@ -243,13 +243,14 @@ class Bank:
             text += first["reason"]
         return {"finished": len(done), "subsets": len(self), "seeds": seeds, "failures": failures, "text": text}
 
-    def check(self, scores: Given) -> None:
-        """Refuse scores of other data, of another size, that are not finite, or that are constant."""
-        scores = scores_of(scores)
+    def check(self, scores: Given, name: str = "") -> None:
+        """Refuse scores of other data, of another size, that are not finite, or that are constant, by their name."""
+        scores = scores_of(scores, name)
+        called = f"scores of {name or scores.method}"
         expected = (self.about["train"], self.about["queries"])
         if scores.shape != expected:
             raise InputError(
-                f"scores of {scores.method}",
+                called,
                 got=f"{' × '.join(map(str, scores.shape))} numbers",
                 expected=f"{expected[0]} train × {expected[1]} query, as in the bank",
             )
@@ -257,11 +258,11 @@ class Bank:
         for name, ours in self.about["fingerprints"].items():
             if name in theirs and theirs[name] != ours:
                 raise InputError(
-                    f"scores of {scores.method}",
+                    called,
                     got=f"those of other data: the {DATA.get(name, name)} differ from those of the bank",
                     expected="those of the examples that the bank was retrained on, in the same order",
                 )
-        require_ranks(scores)
+        require_ranks(scores, called)
 
     def require_shapes(self, shapes: dict[str, list[int]]) -> str | None:
         """Say how a model differs in shape from those before it; None where it does not. The first one decides."""
@@ -473,6 +474,8 @@ def retrain(
         raise
     if bank.failures:
         again = "failures are kept, and the same call leaves them out; retrain(..., retry=True) tries them again"
+        if not bank.summary()["finished"]:
+            again = "the same call tries them again"
         warn(f"{bank.summary()['text']}; {again}", RetrainingFailedWarning)
     return bank
 

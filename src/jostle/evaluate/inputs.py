@@ -32,13 +32,13 @@ def scores_of(given: Any, name: str = "") -> Scores:
     return given
 
 
-def require_ranks(scores: Scores) -> None:
+def require_ranks(scores: Scores, called: str) -> None:
     """Refuse what has no order: values that are not finite, or constant ones."""
     if not np.isfinite(scores.values).all():
-        raise InputError(f"scores of {scores.method}", got="values that are not finite", expected="finite ones")
+        raise InputError(called, got="values that are not finite", expected="finite ones")
     if (np.ptp(scores.values, axis=0) == 0).all():
         raise InputError(
-            f"scores of {scores.method}",
+            called,
             got="the same score for every training example",
             expected="scores that differ, since what is constant has no rank",
         )

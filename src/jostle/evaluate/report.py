@@ -218,8 +218,8 @@ def compare(
                 blind["BM25"] = lambda: overlap
     for name in filter(blind.__contains__, methods):
         raise InputError("scores", got=f"a method called {name!r}", expected="another name: that is a control's")
-    for given in methods.values():
-        bank.check(given)
+    for name, given in methods.items():
+        bank.check(given, name)
     everything = itertools.chain(methods.values(), (make() for make in blind.values()))
     predictions, named = [predicted_losses(bank, given) for given in everything], [*methods, *blind]
     losses = bank.values()
@@ -264,6 +264,7 @@ def read_scores(
     texts = None
     named = [_named(source) for source in sources]
     runs = sum(path.is_dir() for _, path in named)
+    files = {path: Scores.load(path) for _, path in named if path.suffix == ".safetensors" and path.is_file()}
     for name, given in (("mislabelled", mislabelled is not None), ("kappa", bool(kappa))):
         if given and not runs:
             got = "files of scores" if named else "nothing"
@@ -294,16 +295,18 @@ def read_scores(
             texts = texts or _tokens(run)
             if mislabelled is not None:
                 detections[f"{name} covariance"] = mislabel_detection(self_influence(run), mislabelled)
-        elif path.suffix == ".safetensors" and path.is_file():
-            read = Scores.load(path)
-            add(given or read.method, read, read.provenance.get("seconds"))
+        elif path in files:
+            read = files[path]
+            alone = [one.method for one in files.values()].count(read.method) == 1
+            name = given or (read.method if alone else f"{read.method} {path.stem}")
+            add(name, read, read.provenance.get("seconds"))
         elif path.suffix == ".npy" and path.is_file():
             name = given or path.stem
             add(name, Scores(values=read_array(path), method=name), None)
         else:
             raise InputError(
                 "scores",
-                got=str(path),
+                got=str(path) if path.exists() else f"{path}, which does not exist",
                 expected="the directory of a run, or a file of scores ending in .safetensors or .npy (negative helps)",
             )
     return scores, seconds, detections, texts

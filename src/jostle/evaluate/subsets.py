@@ -105,8 +105,8 @@ def removals(
         raise InputError("queries", got=list(queries), expected=f"indices from 0 to {columns - 1}")
     if not all(0 < k < of for k in counts):
         raise InputError("counts", got=list(counts), expected=f"numbers from 1 to {of - 1}")
-    for given in methods.values():
-        require_ranks(given)
+    for name, given in methods.items():
+        require_ranks(given, f"scores of {name}")
     rows, labels = [np.ones(of, bool)], [{"method": "none", "k": 0}]
 
     def add(removed: np.ndarray, **label: Any) -> None:
