@@ -162,8 +162,7 @@ def measure(name: str, work: Path, record: Record, budget: Budget) -> None:
             record.write()
         for label, rows in together.items():
             for method in METHODS.keys() - rows.keys():
-                scores = [made[method, place] for place in TOGETHER[label]]
-                mean = replace(scores[0], values=np.mean([one.values for one in scores], axis=0))
+                mean = jostle.Scores.mean_of([made[method, place] for place in TOGETHER[label]])
                 rows[method] = lds_over_queries(bank, mean)
             tell(name, steps, f"{label} together", rows)
         record.write()

@@ -30,7 +30,7 @@ from architectures import transformers
 from conftest import Says
 from jostle import presets
 from jostle.asking import requests
-from jostle.asking.tasks import language_model
+from jostle.asking.tasks import Task, language_model
 from jostle.chains.progress import telling
 from jostle.cli import app, shell
 from jostle.cli.terminal import print_ranking, print_report, print_strongest
@@ -300,6 +300,21 @@ def test_export(place: Path, suffix: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
+def opened(place: Path) -> Task:
+    return language_model(
+        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
+    )
+
+
+def scaled(model: torch.nn.Module, factor: float) -> Any:
+    """Another checkpoint."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in other.parameters():
+            value.mul_(factor)
+    return other
+
+
 def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) -> None:
     from jostle.attributors import FirstOrder
 
@@ -322,9 +337,7 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
         2,
     )
     assert result.exit_code == 0, result.stderr
-    task = language_model(
-        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
-    )
+    task = opened(place)
     limit = FirstOrder(
         task.model, task.train, task.query, loss=task.loss, weights="attention", labels=2, seed=3, metric="adam"
     )
@@ -351,13 +364,8 @@ def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path:
 
     from jostle.attributors import FirstOrder
 
-    task = language_model(
-        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
-    )
-    other: Any = copy.deepcopy(task.model)
-    with torch.no_grad():
-        for value in other.parameters():
-            value.mul_(0.7)
+    task = opened(place)
+    other = scaled(task.model, 0.7)
     save_model(other, str(tmp_path / "other.safetensors"))
     file, there = tmp_path / "a.safetensors", tmp_path / "other.safetensors"
     result = jostle_command(
@@ -392,13 +400,8 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
 
     from jostle.attributors import FirstOrder
 
-    task = language_model(
-        str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"
-    )
-    start: Any = copy.deepcopy(task.model)
-    with torch.no_grad():
-        for value in start.parameters():
-            value.mul_(0.5)
+    task = opened(place)
+    start = scaled(task.model, 0.5)
     if kind == "a directory":
         shutil.copytree(place / "model", tmp_path / kind)
         start.save_pretrained(tmp_path / kind)

@@ -183,6 +183,18 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
     ):
         with pytest.raises(jostle.InputError, match=said):
             Scores.mean_of([both[0], wrong])
+    linear = nn.Linear(8, 3)
+    X = torch.randn(20, 8)
+    data = X, X.argmax(1) % 3
+    runs = [
+        jostle.attribute(
+            linear, data, data, chains=2, draws=draws, sampler=jostle.Gaussian(), progress=False,
+            posterior=jostle.Posterior(n_beta=0, localization=localization),
+        )
+        for draws, localization in ((8, 100.0), (10, 200.0))
+    ]  # fmt: skip
+    drawn = [run.influence(normalize=True) for run in runs]  # of any settings
+    np.testing.assert_allclose(Scores.mean_of(drawn).values, (drawn[0].values + drawn[1].values) / 2, rtol=1e-5)
     with pytest.raises(jostle.InputError, match="scores: got none"):
         Scores.mean_of([])
     np.testing.assert_allclose(Scores.mean_of(one for one in both).values, mean.values)  # pyright: ignore[reportArgumentType]

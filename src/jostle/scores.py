@@ -182,7 +182,7 @@ class Scores:
         several = [several] if isinstance(several, Scores) else list(several)
         if not several:
             raise InputError("scores", got="none", expected="those of one checkpoint or more")
-        first, own = several[0], ("weights", "kappa")
+        first, own = several[0], ("weights", "config", "kappa")
         for number, other in enumerate(several):
             name = f"scores[{number}]"
             if not isinstance(other, Scores):
