@@ -123,7 +123,7 @@ def test_a_fork_has_threads_of_its_own(work: str) -> None:
     once()
     child = multiprocessing.get_context("fork").Process(target=once)
     child.start()
-    child.join(30)
+    child.join(300)
     exited = child.exitcode
     child.kill()
     assert exited == 0
