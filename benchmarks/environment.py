@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jostle import __version__
-from jostle.traces.tensor_files import replace_file
+from jostle.files import replace_file
 
 
 def environment() -> dict[str, Any]:

@@ -36,9 +36,9 @@ from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_al
 from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Report, Subsets, compare
 from jostle.evaluate.bank import shapes_of
+from jostle.files import replace_file
 from jostle.losses import Loss
 from jostle.scores import Scores
-from jostle.traces.tensor_files import replace_file
 
 DAMPINGS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Tried for EK-FAC beside the paper's 1e-8 and kronfluence's own; the best result is shown, so that it is tuned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import logging
 import math
 import sys
 from pathlib import Path
@@ -1054,7 +1055,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(5, 3), Twice], ids=["a model that is a layer", "a layer used twice"]
 )
-def test_ekfac_of_unusual_models(make: Any) -> None:
+def test_ekfac_of_unusual_models(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Damped beyond every eigenvalue, it is the dot product of gradients, divided by the damping."""
     torch.manual_seed(0)
     model, train, query = make(), examples(12, 1), examples(4, 2)
@@ -1063,6 +1064,7 @@ def test_ekfac_of_unusual_models(make: Any) -> None:
         1e6 * found.values, gradient_similarity(model, train, query).values, rtol=1e-3, atol=1e-5
     )
     assert found.provenance["left_out"] == []
+    assert not caplog.text
 
 
 class Shared(nn.Module):
@@ -1108,7 +1110,7 @@ class Uncalled(nn.Module):
 
 
 @kronfluence
-def test_ekfac_leaves_out_what_kronfluence_cannot_handle() -> None:
+def test_ekfac_leaves_out_what_kronfluence_cannot_handle(caplog: pytest.LogCaptureFixture) -> None:
     """A subclass, a layer that is not called, groups, uneven padding or circular, a norm: they are named."""
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 6, 2, padding="same"),
@@ -1116,11 +1118,16 @@ def test_ekfac_leaves_out_what_kronfluence_cannot_handle() -> None:
     model = nn.Sequential(nn.Linear(5, 6), Own(6, 6), Uncalled(), nn.Unflatten(1, (6, 1, 1)), *convolutions,
                           nn.Flatten(), nn.LayerNorm(6), nn.Linear(6, 3))  # fmt: skip
     train, query = examples(9, 1), examples(4, 2)
-    state = torch.get_rng_state()
+    state, level = torch.get_rng_state(), logging.root.level
     found = ekfac(model, train, query, damping=1e6)
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
+    assert logging.root.level == level < logging.ERROR  # and what the caller logs
     names = [name for name, _ in model.named_parameters()]
     assert found.provenance["left_out"] == [name for name in names if name[0] in "124568"]
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    share = 100 * sum(sizes[name] for name in found.provenance["left_out"]) / sum(sizes.values())
+    assert f"EK-FAC takes {share:.0f} % of the weights that move for fixed" in caplog.text
+    assert "5.weight, 1.weight, 2.inner.weight and 9 more" in caplog.text
     others = gradient_similarity(model, train, query, weights=["0.*", "9.*"])
     np.testing.assert_allclose(1e6 * found.values, others.values, rtol=1e-3, atol=1e-5)
     with pytest.raises(jostle.InputError, match="without a linear or convolutional layer that the model calls"):

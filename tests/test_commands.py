@@ -300,6 +300,27 @@ def test_export(place: Path, suffix: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
+def test_top_of_a_file_with_its_texts(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "scores.safetensors"
+    scores = jostle.load(place / "run").influence()
+    scores.save(file)
+    plain = json.loads(jostle_command("top", file, "-q", 1, "-k", 2, "--texts", place / "train.jsonl", "--json").stdout)
+    ranking = scores.top(1, 2)
+    for kind, entries in (("helpful", ranking.helpful), ("harmful", ranking.harmful)):
+        assert [(entry["index"], entry["text"]) for entry in plain[kind]] == [
+            (entry.index, TRAIN[entry.index]) for entry in entries
+        ]
+    shown = jostle_command("top", file, "-q", 1, "-k", 1, "--texts", place / "train.jsonl").stdout
+    assert TRAIN[(*ranking.helpful, *ranking.harmful)[0].index] in shown
+    for arguments, said in (
+        ((file, "--texts", place / "query.jsonl"), f"expected {len(TRAIN)}, as in the file of scores"),
+        ((place / "run", "--texts", place / "train.jsonl"), "texts: got a run, which knows its own"),
+    ):
+        result = jostle_command("top", *arguments)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())
+
+
 def opened(place: Path) -> Task:
     return language_model(
         str(place / "model"), train=str(place / "train.jsonl"), query=str(place / "query.jsonl"), device="cpu"

@@ -403,9 +403,8 @@ def test_a_mistake_that_is_mended_is_tried_again(tmp_path: Path, capsys: pytest.
     finished = bank.summary()["finished"]
     assert finished + len(bank.failures) == 12
     assert 0 < finished < 12
-    assert f"jostle: {finished} of 24 retrainings finished, {12 - finished} failed; the same call goes on" in (
-        capsys.readouterr().err
-    )
+    said = f"jostle: {finished} of 24 retrainings finished, {12 - finished} failed"
+    assert f"{said} ({bank.failures[0]['reason']}); the same call goes on" in capsys.readouterr().err
     with pytest.warns(RetrainingFailedWarning):  # what fails among others is not tried again
         assert call(fit).summary()["finished"] == finished
 
@@ -456,7 +455,8 @@ def test_how_many_are_finished_is_shown_on_a_terminal(
         told.clear()
         with pytest.warns(RetrainingFailedWarning):
             call(fails_with_seed_one, seeds=2)  # one raises, of one the losses are not finite
-        assert told == [f"2 of 4 retrainings finished{failed}" for failed in ("", ", 1 failed", ", 2 failed")]
+        failed = ("", ", 1 failed", ", 2 failed (RuntimeError: no memory)")
+        assert told == [f"2 of 4 retrainings finished{words}" for words in failed]
         told.clear()
         with pytest.warns(RetrainingFailedWarning):
             call(fit, seeds=2, progress=False)

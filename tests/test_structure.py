@@ -12,7 +12,7 @@ import jostle
 SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
-    "_version", "errors", "presets", "ranks", "kernels", "losses", "data", "models", "posterior", "samplers", "config",
+    "_version", "errors", "files", "presets", "ranks", "kernels", "losses", "data", "models", "posterior", "samplers", "config",
     "scores", "estimate", "conditioning", "traces", "diagnose", "chains", "attributors", "viewer", "runs", "probing",
     "calibration", "evaluate", "asking", "sweep", "demo", "cli", "__main__",
 ]  # fmt: skip

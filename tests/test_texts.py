@@ -78,6 +78,7 @@ def test_of_a_prompt_only_the_completion_is_scored(tokenizer: Any) -> None:
     scored = [token for token, keep in zip(example.tokens, example.to_dict()["scored"], strict=True) if keep]
     assert "".join(scored) == " is Paris"
     assert "".join(example.tokens) == "<s>the capital of France is Paris"
+    assert record.text == "the capital of France is Paris"
 
 
 def test_of_a_chat_only_the_assistant_is_scored(tokenizer: Any) -> None:
@@ -92,6 +93,7 @@ def test_of_a_chat_only_the_assistant_is_scored(tokenizer: Any) -> None:
     ]  # fmt: skip
     example = tokenize([Record("a:1", {"messages": messages})], chat, name="query", longest=200)[0]
     text = "".join(example.tokens)
+    assert Record("a:1", {"messages": messages}).text == "one\ntwo three\nfour\nfive"
     assert text == "<user>one</s><assistant>two three</s><user>four</s><assistant>five</s>"
     scored = [token if keep else "|" for token, keep in zip(example.tokens, example.to_dict()["scored"], strict=True)]
     assert [part for part in "".join(scored).split("|") if part] == ["two three</s>", "five</s>"]

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from jostle.chains import randomness
 from jostle.data.datasets import Data
 from jostle.errors import InputError
+from jostle.files import replace_file
 from jostle.losses import Loss
 from jostle.models.checks import unchanged
 from jostle.models.functional import FunctionalModel, sample_means
 from jostle.runs.layout import writing
-from jostle.traces.tensor_files import replace_file
 
 PROBED_EXAMPLES = 256
 """Rise and curvature are measured on so many examples of the sampling data, evenly spaced."""

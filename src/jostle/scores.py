@@ -15,6 +15,7 @@ import safetensors.numpy
 from jaxtyping import Float
 
 from jostle.errors import EstimateWarning, InputError, require_folder, warn
+from jostle.files import replacing
 
 FORMAT = 1
 
@@ -274,7 +275,8 @@ class Scores:
             "degrees_of_freedom": self.degrees_of_freedom,
             "provenance": dict(self.provenance),
         }
-        safetensors.numpy.save_file(tensors, path, metadata={"jostle.scores": json.dumps(about)})
+        with replacing(Path(path)) as temporary:
+            safetensors.numpy.save_file(tensors, temporary, metadata={"jostle.scores": json.dumps(about)})
 
     def export(self, path: str | Path) -> None:
         """Write the matrix in the format that the name ends in: npy, safetensors, csv or parquet.

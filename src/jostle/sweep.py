@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from jostle.asking.tasks import Task
 from jostle.diagnose import plots, read_sample
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate import Bank, lds
+from jostle.files import replace_file
 from jostle.posterior import Posterior, Potential
 from jostle.runs.manifest import read_manifest
 from jostle.runs.run import Run, load
@@ -86,9 +86,7 @@ def sweep(
     say(f"{len(cells)} cell{'s' if len(cells) > 1 else ''} in {out / 'cells'}")
     work = (joblib.delayed(_cell)(base | settings, settings, out, bank) for settings in cells)
     found: Any = joblib.Parallel(n_jobs=jobs)(work)
-    temporary = out / "sweep.partial"
-    temporary.write_text(json.dumps([cell.to_dict() for cell in found], indent=2) + "\n")
-    os.replace(temporary, out / "sweep.json")
+    replace_file(out / "sweep.json", json.dumps([cell.to_dict() for cell in found], indent=2) + "\n")
     return list(found)
 
 

@@ -22,6 +22,7 @@ from jostle.chains.thinning import Thinning
 from jostle.config import Config, describe
 from jostle.diagnose import command
 from jostle.errors import InputError
+from jostle.files import replace_file
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
 from jostle.presets import DEFAULTS, IMPLIED, KAPPA, PRESETS, RISE
@@ -40,7 +41,6 @@ from jostle.samplers import (
     RMSpropSGLD,
     Sampler,
 )
-from jostle.traces.tensor_files import replace_file
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "sgld": SGLD,

@@ -12,6 +12,7 @@ import copy
 import gc
 import importlib
 import json
+import logging
 import tempfile
 import warnings
 from collections import Counter
@@ -33,6 +34,11 @@ from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
 from jostle.models.weights import MovingWeights, WeightSelection, owners
 from jostle.scores import Scores
+
+log = logging.getLogger("jostle")
+
+WORTH_SAYING = 0.01
+"""It is said where more than this share of the weights cannot be factored: norms are less, embeddings are not."""
 
 PROBED = 2
 """Examples of the batch by which layers are looked at: by one, whatever is flattened would look as it should."""
@@ -58,7 +64,7 @@ def ekfac(
 
     Only linear and convolutional layers can be factored: a layer takes part when all it has is among ``weights``, is no
     other layer's too, and the model calls it for whole batches. What moves and does not take part is named in
-    ``provenance["left_out"]``.
+    ``provenance["left_out"]``, and in the log where it is more than a hundredth of the weights.
 
     Args:
         model: the trained model, at w*. It is left as it was; a copy is analysed.
@@ -188,6 +194,8 @@ def _fitted(
             gc.collect()
             gc.freeze()
             stack.callback(gc.unfreeze)
+        # With its own level it sets that of everything that is logged in the program.
+        stack.callback(logging.root.setLevel, logging.root.level)
         # It warns at every call that it uses a deprecated name of PyTorch's, which its users cannot change.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", category=FutureWarning, module="kronfluence")
@@ -328,7 +336,15 @@ def _parameter(layer: str, name: str) -> str:
 def _left_out(model: nn.Module, weights: WeightSelection, layers: list[str]) -> list[str]:
     """The weights that move and are in no layer that can be factored: EK-FAC takes them for fixed."""
     factored = {_parameter(layer, name) for layer in layers for name in ("weight", "bias")}
-    return [name for name in MovingWeights(model, weights).names if name not in factored]
+    moving = MovingWeights(model, weights)
+    sizes = {name: size for name, size in zip(moving.names, moving.sizes, strict=True) if name not in factored}
+    share = sum(sizes.values()) / moving.total
+    if share > WORTH_SAYING:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        more = f" and {len(sizes) - len(largest)} more" if len(sizes) > len(largest) else ""
+        fixed = f"EK-FAC takes {100 * share:.0f} % of the weights that move for fixed"
+        log.warning("%s, since it cannot factor their layers: %s%s", fixed, ", ".join(largest), more)
+    return list(sizes)
 
 
 class _Samples(torch.utils.data.Dataset):

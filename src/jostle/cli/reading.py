@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from jostle.errors import EstimateWarning, InputError
 
 if TYPE_CHECKING:
     from jostle.runs.run import Run
+    from jostle.scores import Ranking
 
 
 def _warn(run: Run) -> None:
@@ -38,7 +40,7 @@ def read_at(kappa: float, *, chosen: bool) -> str:
     epilog=examples(
         ("jostle top runs/a --query 3", "the ten most helpful and most harmful"),
         ("jostle top runs/a -q 3 -k 5 --json", "for a script"),
-        ("jostle top a.safetensors -q 3", "of scores in a file, as export, first-order and Scores.save write them"),
+        ("jostle top a.safetensors -q 3 --texts t.jsonl", "of scores in a file, as first-order writes them"),
     )
 )
 def top(
@@ -54,6 +56,10 @@ def top(
         bool | None,
         typer.Option("--error/--no-error", help="Show Monte Carlo errors. Default: where there are draws enough."),
     ] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The training texts, for scores in a file. A run knows its own."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; scores keep their sign: negative helps.")
     ] = False,
@@ -63,7 +69,7 @@ def top(
 
     from rich.console import Console
 
-    from jostle.cli.terminal import print_ranking, shown_of
+    from jostle.cli.terminal import print_ranking
     from jostle.estimate import FEWEST_BATCHES
     from jostle.runs.run import load
     from jostle.scores import Scores
@@ -71,15 +77,18 @@ def top(
     if out.suffix == ".safetensors" and not out.is_dir():
         if not normalize or reduction != "mean" or kappa or standard_error:
             got, fix = "a file of scores, which are as they were made", "read the run, or make the file anew"
-            raise InputError("top", got=got, expected="--query, -k and --json alone for these", fix=fix)
+            raise InputError("top", got=got, expected="--query, -k, --texts and --json alone for these", fix=fix)
         scores = Scores.load(out)
-        ranking = scores.top(query, k)
+        ranking, train = scores.top(query, k), [] if texts is None else _texts(texts, len(scores.values))
         if as_json:
-            typer.echo(json.dumps(ranking.to_dict(), ensure_ascii=False))
+            typer.echo(json.dumps(_plain(ranking, train), ensure_ascii=False))
         else:
-            print_ranking(Console(highlight=False), ranking, [], [], among=len(scores.values))
-            typer.echo(f"{scores.method}; jostle view RUN {out} shows them beside a run, with its examples")
+            print_ranking(Console(highlight=False), ranking, train, [], among=len(scores.values))
+            hint = "" if train else "; --texts FILE shows the training texts"
+            typer.echo(f"{scores.method}{hint}; jostle view RUN {out} shows them beside a run, with its examples")
         return
+    if texts is not None:
+        raise InputError("texts", got="a run, which knows its own", expected="scores in a .safetensors file")
     opened = load(out)
     enough = len(opened.healthy_chains) * opened.draws >= FEWEST_BATCHES and opened.config["keep"] == "traces"
     ask = functools.partial(opened.top, k, queries=[query], normalize=normalize, reduction=reduction, kappa=kappa)
@@ -102,13 +111,31 @@ def top(
         if kappa:
             typer.echo(read_at(ranking.kappa, chosen=kappa == "auto"))
         return
-    plain = ranking.to_dict()
+    plain = _plain(ranking, train)
     if kappa:
         plain["kappa"] = ranking.kappa
+    typer.echo(json.dumps(plain, ensure_ascii=False))
+
+
+def _texts(source: str, examples: int) -> list[dict[str, str]]:
+    """What is shown of training texts that nobody has tokenized."""
+    from jostle.data.texts import read_records
+
+    records = read_records(source, name="texts")
+    if len(records) != examples:
+        raise InputError("texts", got=f"{len(records)} in {source}", expected=f"{examples}, as in the file of scores")
+    return [{"text": record.text} for record in records]
+
+
+def _plain(ranking: Ranking, train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A ranking for a script, with the words of its examples."""
+    from jostle.cli.terminal import shown_of
+
+    plain = ranking.to_dict()
     for entry in (*plain["helpful"], *plain["harmful"]):
         if train:
             entry["text"] = shown_of(train[entry["index"]])
-    typer.echo(json.dumps(plain, ensure_ascii=False))
+    return plain
 
 
 @app.command(

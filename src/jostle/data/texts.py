@@ -36,6 +36,18 @@ class Record:
     """Where it stands: file and line, or data set and row."""
     content: Mapping[str, Any]
 
+    @property
+    def text(self) -> str:
+        """Its words, as nobody has tokenized them."""
+        match _kind(self.content):
+            case "text":
+                return self.content["text"]
+            case "completion":
+                return self.content["prompt"] + self.content["completion"]
+            case _:
+                turns = self.content["messages"]
+                return "\n".join(str(turn.get("content") if isinstance(turn, Mapping) else turn) for turn in turns)
+
 
 @dataclass(frozen=True)
 class Example:

@@ -39,6 +39,7 @@ from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.inputs import Given, require_ranks, scores_of
 from jostle.evaluate.subsets import Subsets
 from jostle.evaluate.training import TRIED, Trainer
+from jostle.files import replacing
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
@@ -112,8 +113,10 @@ class Bank:
             for name in ("retrainings", "failures"):
                 (directory / name).mkdir(exist_ok=True)
             packed = np.packbits(subsets.members, axis=1)
-            _write(directory / "subsets.npy", lambda path: np.save(path, packed))
-            _write(directory / "bank.json", lambda path: path.write_text(json.dumps(about)))
+            with _replacing(directory / "subsets.npy") as path:
+                np.save(path, packed)
+            with _replacing(directory / "bank.json") as path:
+                path.write_text(json.dumps(about))
             return cls(directory)
 
     def _require_same(self, about: Mapping[str, Any], subsets: Subsets) -> None:
@@ -181,14 +184,16 @@ class Bank:
             self.fail(subset, seed, f"other observables: {differs}")
             return False
         path = self._path("retrainings", subset, seed)
-        _write(path, lambda temporary: safetensors.numpy.save_file(tensors, temporary))
+        with _replacing(path) as temporary:
+            safetensors.numpy.save_file(tensors, temporary)
         self._path("failures", subset, seed).unlink(missing_ok=True)
         return True
 
     def fail(self, subset: int, seed: int, reason: str, where: str = "") -> None:
         """Record that one retraining failed, and why; ``where`` is a traceback."""
         text = json.dumps({"subset": subset, "seed": seed, "reason": reason, "traceback": where})
-        _write(self._path("failures", subset, seed), lambda path: path.write_text(text))
+        with _replacing(self._path("failures", subset, seed)) as path:
+            path.write_text(text)
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -281,7 +286,8 @@ class Bank:
                 if about.get(key) is None:
                     # An older bank.json knows nothing of observables, though the bank may have some.
                     about[key] = (self._kept_shapes() if key == "observables" else None) or shapes
-                    _write(path, lambda temporary: temporary.write_text(json.dumps(about)))
+                    with _replacing(path) as temporary:
+                        temporary.write_text(json.dumps(about))
             self.about[key] = about[key]
         for name in [*self.about[key], *shapes]:
             expected, got = self.about[key].get(name), shapes.get(name)
@@ -407,7 +413,7 @@ def retrain(
     todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
     unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
     processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
-    every, failed = len(subsets) * seeds, unfinished - len(todo)
+    every, failed, reason = len(subsets) * seeds, unfinished - len(todo), ""
     at_once = 1
     if isinstance(train_function, Trainer) and todo and (deadline is None or time.monotonic() <= deadline):
         with telling(progress) as tell:
@@ -419,7 +425,7 @@ def retrain(
 
     def how_far() -> str:
         """What earlier calls did counts, too."""
-        also = f", {failed:,} failed" if failed else ""
+        also = f", {failed:,} failed{reason}" if failed else ""
         return f"{every - unfinished:,} of {every:,} retrainings finished{also}"
 
     # Dispatched one by one, so that none begins after the deadline; collected as they come, so that all are kept.
@@ -466,6 +472,7 @@ def retrain(
                     kept = bank.store(outcome.subset, outcome.seed, outcome.values)
                 else:
                     bank.fail(outcome.subset, outcome.seed, failure, outcome.traceback)
+                    reason = reason or f" ({failure})"  # whoever sees that all do need not wait for the others
                 unfinished, failed = unfinished - kept, failed + (not kept)
                 tell(how_far())
     except KeyboardInterrupt:
@@ -564,11 +571,9 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    write(temporary)
-    os.replace(temporary, path)
+def _replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """Several processes may do the same retraining."""
+    return replacing(path, path.with_name(f".{os.getpid()}-{path.name}"))
 
 
 def _is_new(directory: Path) -> bool:

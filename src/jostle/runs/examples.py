@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jostle.errors import InputError
-from jostle.traces.tensor_files import replace_file
+from jostle.files import replace_file, replacing
 
 
 def write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -24,10 +23,9 @@ def write_examples(directory: Path, examples: Mapping[str, Sequence[Mapping[str,
         lines = [json.dumps(example, ensure_ascii=False, default=_plain) for example in words]
         replace_file(directory / "examples" / f"{name}.jsonl", "\n".join(lines) + "\n")
         if pixels is not None:
-            temporary = directory / "examples" / f"{name}.partial"
-            with open(temporary, "wb") as file:
+            path = directory / "examples" / f"{name}.images.npy"
+            with replacing(path) as temporary, open(temporary, "wb") as file:
                 np.save(file, pixels)
-            os.replace(temporary, directory / "examples" / f"{name}.images.npy")
 
 
 def images_of(name: str, shown: Sequence[Mapping[str, Any]]) -> UInt8[np.ndarray, "sample height width channel"] | None:

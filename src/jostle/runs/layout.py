@@ -33,12 +33,13 @@ from jostle.chains.thermometer import how_many
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.errors import InputError, StorageError
+from jostle.files import replace_file, to_disk
 from jostle.models.weights import MovingWeights
 from jostle.runs.examples import images_of, write_examples
 from jostle.runs.manifest import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
 from jostle.traces.store import Traces
 from jostle.traces.stores import Place, check_url, require_free
-from jostle.traces.tensor_files import read_tensors, replace_file, to_disk, write_tensors
+from jostle.traces.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger("jostle")
 

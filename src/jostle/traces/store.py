@@ -39,8 +39,8 @@ from jaxtyping import Float, Int
 from zarr.core.sync import sync
 
 from jostle.errors import InputError
+from jostle.files import to_disk
 from jostle.traces.stores import Place, occupied, options, reaching, require_reachable
-from jostle.traces.tensor_files import to_disk
 
 if TYPE_CHECKING:
     import xarray

@@ -1,9 +1,8 @@
-"""Files that are replaced whole or not at all, and are on the disk then; tensors in them, with checksums."""
+"""Tensors in files, with checksums."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,41 +14,16 @@ import torch
 from torch import Tensor
 
 from jostle.errors import InputError
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that a crash or a power cut leaves the old one or the new one."""
-    temporary = path.with_suffix(".partial")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    _move(temporary, path)
-
-
-def to_disk(path: Path) -> None:
-    """See that a file, or the names in a directory, are on the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    except OSError:
-        if not path.is_dir():  # which not every file system can do
-            raise
-    finally:
-        os.close(opened)
-
-
-def _move(temporary: Path, path: Path) -> None:
-    to_disk(temporary)
-    os.replace(temporary, path)
-    to_disk(path.parent)
+from jostle.files import replacing
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
     """Write a safetensors file, with checksums, so that a crash leaves the old one or the new one."""
-    temporary = path.with_suffix(".partial")
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     sums = {name: _checksum(value) for name, value in contiguous.items()}
     metadata = {"jostle": json.dumps(about), "crc32c": json.dumps(sums)}
-    safetensors.torch.save_file(contiguous, temporary, metadata=metadata)
-    _move(temporary, path)
+    with replacing(path) as temporary:
+        safetensors.torch.save_file(contiguous, temporary, metadata=metadata)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
