@@ -231,18 +231,12 @@ def test_trials_end_where_they_are_of_no_use(monkeypatch: pytest.MonkeyPatch) ->
     assert [way.threads for way in tried] == [1]
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_chosen_where_it_is_quicker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, two_threads: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other ways are taken where trying says so, kept when the run goes on, and change nothing beyond rounding."""
+    _pool(2, os.getpid())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # not of each operation, which beside other work is slow
     mkldnn: Any = torch.backends.mkldnn
     asked: dict[str, Any] = {
         "posterior": jostle.Posterior(n_beta=30, localization=100), "sampler": jostle.SGLD(step_size=1e-3),
