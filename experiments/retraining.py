@@ -491,13 +491,18 @@ def run_at(
     for part, scores in zip(parts, made, strict=True):
         run(setting.at(part), work, record, budget, scores if together else None)
     if together:
-        means = {}
-        for name in [name for name in made[0] if all(name in one for one in made)]:
-            several = [one[name] for one in made]
-            mean, seconds = Scores.mean_of(several), sum(one.provenance["seconds"] for one in several)
-            means[name] = replace(mean, provenance={**mean.provenance, "seconds": seconds})
-        where = " and ".join(f"{part:g}" for part in parts)
-        measure(f"{setting.name}, at {where} together", setting.banks, means, record)
+        means: dict[str, Scores] = {}
+        here = f"{setting.name}, at {' and '.join(f'{part:g}' for part in parts)} together"
+        for name in sorted(set().union(*made)):
+            with record.failing(here, name):
+                several = [one[name] for one in made if name in one]
+                if len(several) < len(made):
+                    raise ValueError("not made by this call at all places; what is recorded there is not made again")
+                mean, seconds = Scores.mean_of(several), sum(one.provenance["seconds"] for one in several)
+                means[name] = replace(mean, provenance={**mean.provenance, "seconds": seconds})
+        if not means:
+            print(f"  {here}: nothing, as this call has made no scores at all of these places", flush=True)
+        measure(here, setting.banks, means, record)
         record.write()
 
 

@@ -14,6 +14,7 @@ import socketserver
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from architectures import transformers
 from conftest import Says
 from jostle import presets
 from jostle.asking import requests
-from jostle.asking.tasks import Task, language_model
+from jostle.asking.tasks import Task, from_file, language_model
 from jostle.chains.progress import telling
 from jostle.cli import app, shell
 from jostle.cli.terminal import print_ranking, print_report, print_strongest
@@ -310,10 +311,22 @@ def test_top_of_a_file_with_its_texts(place: Path, tmp_path: Path) -> None:
         assert [(entry["index"], entry["text"]) for entry in plain[kind]] == [
             (entry.index, TRAIN[entry.index]) for entry in entries
         ]
+    few = jostle.load(place / "run").influence(train=[3, 1])
+    few.save(tmp_path / "few.safetensors")
+    plain = json.loads(
+        jostle_command("top", tmp_path / "few.safetensors", "-q", 1, "--texts", place / "train.jsonl", "--json").stdout
+    )
+    words = {entry["index"]: entry["text"] for entry in (*plain["helpful"], *plain["harmful"])}
+    assert words == {0: TRAIN[3], 1: TRAIN[1]}
+    scored, turned = tmp_path / "scored.safetensors", tmp_path / "turned.jsonl"
+    assert jostle_command("first-order", scored, *sources(place), "--labels", 0, "-k", 0).exit_code == 0
+    assert jostle_command("top", scored, "-q", 1, "--texts", place / "train.jsonl").exit_code == 0
+    turned.write_text("\n".join(reversed((place / "train.jsonl").read_text().splitlines())))
     shown = jostle_command("top", file, "-q", 1, "-k", 1, "--texts", place / "train.jsonl").stdout
     assert TRAIN[(*ranking.helpful, *ranking.harmful)[0].index] in shown
     for arguments, said in (
-        ((file, "--texts", place / "query.jsonl"), f"expected {len(TRAIN)}, as in the file of scores"),
+        ((file, "--texts", place / "query.jsonl"), f"not {len(TRAIN)}, expected those that were scored"),
+        ((scored, "--texts", turned), "or in another order, expected those that were scored, in the same order"),
         ((place / "run", "--texts", place / "train.jsonl"), "texts: got a run, which knows its own"),
     ):
         result = jostle_command("top", *arguments)
@@ -380,7 +393,39 @@ def test_first_order_is_that_of_the_python_surface(place: Path, tmp_path: Path) 
     np.testing.assert_allclose(rounded.values, limit.influence().values, rtol=1e-3, atol=1e-12)
 
 
-def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path: Path) -> None:
+def test_first_order_of_a_task(tmp_path: Path) -> None:
+    """And of another checkpoint of its model."""
+    from safetensors.torch import save_model
+
+    from jostle.attributors import FirstOrder
+    from jostle.losses import classification
+
+    (tmp_path / "mine.py").write_text(
+        "import torch, jostle\n"
+        "def build():\n"
+        "    torch.manual_seed(0)\n"
+        "    data = torch.randn(12, 4), torch.arange(12) % 3\n"
+        "    query = tuple(part[:3] for part in data)\n"
+        "    return {'model': torch.nn.Linear(4, 3), 'train': data, 'query': query, 'loss': jostle.losses.classification()}\n"
+    )
+    task, other = from_file(f"{tmp_path / 'mine.py'}:build"), torch.nn.Linear(4, 3)
+    save_model(other, str(tmp_path / "other.safetensors"))
+    limits = [
+        FirstOrder(model, task.train, task.query, loss=classification(), labels=2) for model in (task.model, other)
+    ]
+    values = [limit.influence(kappa=3.0).values for limit in limits]
+    for more, expected in (((), values[0]), (("--also", tmp_path / "other.safetensors"), sum(values) / 2)):
+        file = tmp_path / "a.safetensors"
+        result = jostle_command(
+            "first-order", file, "--task", f"{tmp_path / 'mine.py'}:build", "--labels", 2, "--kappa", 3, *more
+        )
+        assert result.exit_code == 0, result.stderr
+        np.testing.assert_allclose(jostle.Scores.load(file).values, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_first_order_of_several_checkpoints_is_their_mean(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from safetensors.torch import save_model
 
     from jostle.attributors import FirstOrder
@@ -389,9 +434,20 @@ def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path:
     other = scaled(task.model, 0.7)
     save_model(other, str(tmp_path / "other.safetensors"))
     file, there = tmp_path / "a.safetensors", tmp_path / "other.safetensors"
-    result = jostle_command(
-        "first-order", file, *sources(place), "--labels", 2, "--total-rate", 0.5, "-k", 1, "--also", there
-    )
+    made: list[weakref.ref[Any]] = []
+    begin = FirstOrder.__init__
+
+    def begun(self: Any, *arguments: Any, **options: Any) -> None:
+        assert [one() for one in made] == [None] * len(made)  # one at a time, of which there may be room for no more
+        made.append(weakref.ref(self))
+        begin(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FirstOrder, "__init__", begun)
+        result = jostle_command(
+            "first-order", file, *sources(place), "--labels", 2, "--total-rate", 0.5, "-k", 1, "--also", there
+        )
+    assert len(made) == 2
     assert result.exit_code == 0, result.stderr
     limits = [
         FirstOrder(model, task.train, task.query, loss=task.loss, weights="attention", labels=2)
@@ -407,11 +463,13 @@ def test_first_order_of_several_checkpoints_is_their_mean(place: Path, tmp_path:
     # A wider one has parameters of the same names.
     config = task.model.config
     config.intermediate_size *= 2
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
-    shutil.copy(place / "model" / "tokenizer.json", tmp_path / "wider")
-    shutil.copy(place / "model" / "tokenizer_config.json", tmp_path / "wider")
-    result = jostle_command("first-order", file, *sources(place), "--also", tmp_path / "wider", "-k", 0)
-    assert result.exit_code == 2
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")  # tokenizers are not asked for
+    made.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(FirstOrder, "__init__", begun)
+        result = jostle_command("first-order", file, *sources(place), "--also", tmp_path / "wider", "-k", 0)
+    assert (result.exit_code, made) == (2, [])  # before any work that would be lost
+    assert "also: got" in result.stderr
     assert "wider, which has model.layers.0.mlp.gate_proj.weight [128, 32], expected" in " ".join(result.stderr.split())
 
 
@@ -462,9 +520,10 @@ def test_first_order_of_a_training_that_begins_elsewhere(kind: str, place: Path,
             "start: got other.safetensors, which could not be loaded (ValueError: it lacks ['",
         ),
         ("a.safetensors --total-rate 1 --labels 1 --start pickled.pt", "as safetensors (safetensors.torch.save_model)"),
-        ("a.safetensors --model nowhere --also gone.pt", "also: got gone.pt, which does not exist"),
-        ("a.safetensors --model nowhere --also ./gone", "also: got ./gone, which does not exist"),
-        ("a.safetensors --model nowhere --also .", "also: got ., which has no config.json"),
+        ("a.safetensors --also gone.pt", "also: got gone.pt, which could not be loaded (FileNotFoundError"),
+        ("a.safetensors --also ./gone", "also: got ./gone, which does not exist"),
+        ("a.safetensors --also gone", "also: got gone, which could not be loaded (OSError"),
+        ("a.safetensors --also .", "also: got ., which could not be loaded ("),
         (
             "a.safetensors --total-rate 1 --labels 1 --start x.pt --also y.pt",
             "also: got --start as well, expected one of the two",

@@ -404,7 +404,7 @@ def test_a_mistake_that_is_mended_is_tried_again(tmp_path: Path, capsys: pytest.
     assert finished + len(bank.failures) == 12
     assert 0 < finished < 12
     said = f"jostle: {finished} of 24 retrainings finished, {12 - finished} failed"
-    assert f"{said} ({bank.failures[0]['reason']}); the same call goes on" in capsys.readouterr().err
+    assert f"{said}, the first now: {bank.failures[0]['reason']}; the same call goes on" in capsys.readouterr().err
     with pytest.warns(RetrainingFailedWarning):  # what fails among others is not tried again
         assert call(fit).summary()["finished"] == finished
 
@@ -455,7 +455,11 @@ def test_how_many_are_finished_is_shown_on_a_terminal(
         told.clear()
         with pytest.warns(RetrainingFailedWarning):
             call(fails_with_seed_one, seeds=2)  # one raises, of one the losses are not finite
-        failed = ("", ", 1 failed", ", 2 failed (RuntimeError: no memory)")
+        failed = (
+            "",
+            ", 1 failed: a loss that is not finite in float32",
+            ", 2 failed, the first now: a loss that is not finite in float32",
+        )
         assert told == [f"2 of 4 retrainings finished{words}" for words in failed]
         told.clear()
         with pytest.warns(RetrainingFailedWarning):

@@ -93,7 +93,14 @@ def test_of_a_chat_only_the_assistant_is_scored(tokenizer: Any) -> None:
     ]  # fmt: skip
     example = tokenize([Record("a:1", {"messages": messages})], chat, name="query", longest=200)[0]
     text = "".join(example.tokens)
-    assert Record("a:1", {"messages": messages}).text == "one\ntwo three\nfour\nfive"
+    shown = [
+        *messages,
+        {"role": "user", "content": [{"type": "text", "text": "six"}, {"type": "image"}]},
+        {"role": "tool"},
+    ]
+    assert Record("a:1", {"messages": shown}).text.splitlines() == [
+        "user: one", "assistant: two three", "user: four", "assistant: five", "user: six [image]", "tool: ",
+    ]  # fmt: skip
     assert text == "<user>one</s><assistant>two three</s><user>four</s><assistant>five</s>"
     scored = [token if keep else "|" for token, keep in zip(example.tokens, example.to_dict()["scored"], strict=True)]
     assert [part for part in "".join(scored).split("|") if part] == ["two three</s>", "five</s>"]

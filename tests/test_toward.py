@@ -166,7 +166,13 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
     mean = Scores.mean_of(both)
     np.testing.assert_allclose(mean.values, (first + truth) / 2, rtol=1e-12)
     assert (mean.method, mean.scale, mean.normalized, mean.standard_error) == ("made, mean of 2", 0.1, False, None)
-    assert mean.provenance == {"train": [0, 1], "fingerprints": {"train": "a"}, "mean_of": [about, other]}
+    prints = {"train": "a", "weights": "one+two"}
+    assert mean.provenance == {"train": [0, 1], "fingerprints": prints, "mean_of": [about, other]}
+    alike = Scores.mean_of([made(first, provenance=about), made(truth, provenance=about)])
+    assert alike.provenance == {**about, "mean_of": [about, about]}
+    assert alike.top(0).kappa == 3.0
+    whole = made(np.rint(first).astype(np.int64)), made(np.rint(truth).astype(np.float16))
+    np.testing.assert_allclose(Scores.mean_of(whole).values, (np.rint(first) + np.rint(truth)) / 2, atol=1e-6)
     np.testing.assert_array_equal(first, planted(0.7)[0])  # what is averaged is left as it was
     assert Scores.mean_of([made(first, scale=0.1), made(truth)]).scale is None
     for wrong, said in (
@@ -175,14 +181,19 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
         (truth, r"scores\[1\]: got a ndarray, expected Scores"),
         (
             made(truth, provenance={**other, "metric": "adam"}),
-            "got scores of made in the metric adam, expected those of made",
+            r"scores\[1\]: got metric adam, expected metric None, as the first",
         ),
+        (made(truth, provenance={**other, "damping": 1e-8}), "got damping 1e-08, expected damping None"),
+        (made(truth, provenance={**other, "spread": True}), "got spread True, expected spread False"),
         (replace(made(truth, provenance=other), method="EK-FAC"), "got scores of EK-FAC, expected those of made"),
         (made(truth, provenance={**other, "fingerprints": {"train": "b"}}), "scores of other train data"),
         (made(truth, provenance={**other, "on": "margin"}), r"scores\[1\]: got on margin, expected query"),
     ):
         with pytest.raises(jostle.InputError, match=said):
             Scores.mean_of([both[0], wrong])
+    # Whatever the first one knows of itself.
+    with pytest.raises(jostle.InputError, match=r"scores\[2\]: got scores of other train data"):
+        Scores.mean_of([made(first), *(made(first, provenance={"fingerprints": {"train": name}}) for name in "ab")])
     linear = nn.Linear(8, 3)
     X = torch.randn(20, 8)
     data = X, X.argmax(1) % 3
@@ -195,6 +206,10 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
     ]  # fmt: skip
     drawn = [run.influence(normalize=True) for run in runs]  # of any settings
     np.testing.assert_allclose(Scores.mean_of(drawn).values, (drawn[0].values + drawn[1].values) / 2, rtol=1e-5)
+    noisy = runs[0].influence(normalize=True, standard_error=True)
+    for steady in (drawn[1], Scores.mean_of(drawn), Scores.mean_of([Scores.mean_of(drawn)])):
+        with pytest.raises(jostle.InputError, match="scores of draws, which has noise"):
+            noisy.toward(steady)
     with pytest.raises(jostle.InputError, match="scores: got none"):
         Scores.mean_of([])
     np.testing.assert_allclose(Scores.mean_of(one for one in both).values, mean.values)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +16,26 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Put what is written meanwhile, under another name, in the place of a file.
-
-    Args:
-        path: what is replaced.
-        temporary: the other name, in the same directory; of its own where several processes may write at once.
-    """
-    temporary = temporary or path.with_suffix(".partial")
-    temporary.touch()
-    mode = temporary.stat().st_mode
-    yield temporary
-    with contextlib.suppress(OSError):  # on file systems that have no such thing
-        temporary.chmod(mode)  # others may read it as they may any new file, which safetensors forbids
-    to_disk(temporary)
-    os.replace(temporary, path)
+def replacing(path: Path) -> Iterator[Path]:
+    """Put what is written meanwhile, under a name that is nobody else's, in the place of a file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    temporary.touch(exist_ok=False)
+    try:
+        mode = temporary.stat().st_mode
+        yield temporary
+        with contextlib.suppress(OSError):  # on file systems that have no such thing
+            temporary.chmod(mode)  # others may read it as they may any new file, which safetensors forbids
+        to_disk(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     to_disk(path.parent)
+
+
+def is_leftover(path: Path, name: str) -> bool:
+    """Return whether a crash has left this, of a file of that name that was about to be replaced."""
+    return path.match(f".{name}.*.partial")
 
 
 def to_disk(path: Path) -> None:

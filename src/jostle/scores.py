@@ -22,6 +22,9 @@ FORMAT = 1
 ASKED = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all", "reduction": "mean"}
 """What scores were asked for, in their provenance, and what goes without saying."""
 
+UNITS = {"metric": None, "damping": None, "spread": False, "dimension": None, "ridge": None}
+"""What else, of one method, decides how large its scores are."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -138,9 +141,9 @@ class Scores:
         if self.standard_error is None:
             fix = "call influence(standard_error=True)"
             raise InputError("scores", got="no standard errors", expected="them, to know the noise by", fix=fix)
-        if steady.provenance.get("spread") or "between_chain_share" in steady.provenance:
-            got = "the spread of a run" if steady.provenance.get("spread") else "scores of draws"
-            raise InputError("steady", got=f"{got}, which has noise", expected="scores without any, as of FirstOrder")
+        noisy = _noise_in(steady.provenance)
+        if noisy:
+            raise InputError("steady", got=f"{noisy}, which has noise", expected="scores without any, as of FirstOrder")
         self._require_alike(steady, "steady")
         squares, noise = (_sum_of_products(one, one) for one in (self.values, self.standard_error))
         steady_squares, both = (_sum_of_products(steady.values, one.values) for one in (steady, self))
@@ -178,7 +181,7 @@ class Scores:
         share their noise.
 
         Raises:
-            InputError: without scores, or for those of other pairs, weights, methods or kinds.
+            InputError: without scores, or for those of other pairs, weights, methods, units or kinds.
         """
         several = [several] if isinstance(several, Scores) else list(several)
         if not several:
@@ -188,23 +191,32 @@ class Scores:
             name = f"scores[{number}]"
             if not isinstance(other, Scores):
                 raise InputError(name, got=f"a {type(other).__name__}", expected="Scores, as run.influence() gives")
-            first._require_alike(other, name, but=own)
-            theirs, ours = (" in the metric ".join(_method(one)) for one in (other, first))
-            if theirs != ours:
-                raise InputError(name, got=f"scores of {theirs}", expected=f"those of {ours}, as the first")
-        values = np.zeros_like(first.values)
+            if other.method != first.method:
+                raise InputError(name, got=f"scores of {other.method}", expected=f"those of {first.method}")
+            for before in several[:number]:  # not the first alone: it may not know what it is of
+                before._require_alike(other, name, but=own)
+            for key, usual in UNITS.items():
+                ours, theirs = (one.provenance.get(key, usual) for one in (first, other))
+                if ours != theirs:
+                    raise InputError(name, got=f"{key} {theirs}", expected=f"{key} {ours}, as the first")
+        values = np.zeros(first.values.shape, np.result_type(np.float32, *(one.values for one in several)))
         for one in several:
-            values += one.values / np.float32(len(several))
+            values += one.values
+        values /= len(several)
         scales = {one.scale for one in several}
-        fingerprints = first.provenance.get("fingerprints", {})
+        fingerprints: dict[str, set[str]] = {}
+        for one in several:
+            for key, value in one.provenance.get("fingerprints", {}).items():
+                fingerprints.setdefault(key, set()).add(value)
+        known = [{key: one.provenance[key] for key in ASKED | UNITS if key in one.provenance} for one in several]
         return cls(
             values=values,
             method=f"{first.method}, mean of {len(several)}",
             normalized=first.normalized,
             scale=scales.pop() if len(scales) == 1 else None,
             provenance={
-                **{key: first.provenance[key] for key in ASKED if key in first.provenance and key not in own},
-                "fingerprints": {key: value for key, value in fingerprints.items() if key not in own},
+                **{key: value for key, value in known[0].items() if all(one.get(key) == value for one in known)},
+                "fingerprints": {key: "+".join(sorted(those)) for key, those in fingerprints.items()},
                 "mean_of": [dict(one.provenance) for one in several],
             },
         )
@@ -275,8 +287,9 @@ class Scores:
             "degrees_of_freedom": self.degrees_of_freedom,
             "provenance": dict(self.provenance),
         }
+        metadata = {"jostle.scores": json.dumps(about)}
         with replacing(Path(path)) as temporary:
-            safetensors.numpy.save_file(tensors, temporary, metadata={"jostle.scores": json.dumps(about)})
+            safetensors.numpy.save_file(tensors, temporary, metadata=metadata)
 
     def export(self, path: str | Path) -> None:
         """Write the matrix in the format that the name ends in: npy, safetensors, csv or parquet.
@@ -288,7 +301,8 @@ class Scores:
         require_folder("file", path)
         match path.suffix:
             case ".npy":
-                np.save(path, self.values)
+                with replacing(path) as temporary, open(temporary, "wb") as file:
+                    np.save(file, self.values)
             case ".safetensors":
                 self.save(path)
             case ".csv" | ".parquet":
@@ -301,18 +315,19 @@ class Scores:
                 if "kappa" in self.provenance:
                     columns["kappa"] = np.full(self.values.size, self.provenance["kappa"])
                 frame = pandas.DataFrame(columns)
-                if path.suffix == ".csv":
-                    frame.to_csv(path, index=False)
-                    return
-                try:
-                    frame.to_parquet(path, index=False)
-                except ImportError as error:
-                    raise InputError(
-                        "file",
-                        got="no pyarrow",
-                        expected="it, to write .parquet",
-                        fix="pip install pyarrow, or write .csv",
-                    ) from error
+                with replacing(path) as temporary:
+                    if path.suffix == ".csv":
+                        frame.to_csv(temporary, index=False)
+                        return
+                    try:
+                        frame.to_parquet(temporary, index=False)
+                    except ImportError as error:
+                        raise InputError(
+                            "file",
+                            got="no pyarrow",
+                            expected="it, to write .parquet",
+                            fix="pip install pyarrow, or write .csv",
+                        ) from error
             case _:
                 raise InputError(
                     "file", got=path.name, expected="a name ending in .npy, .safetensors, .csv or .parquet"
@@ -343,10 +358,13 @@ class Scores:
         )
 
 
-def _method(scores: Scores) -> tuple[str, ...]:
-    """The method, and its metric where it has one."""
-    metric = scores.provenance.get("metric")
-    return (scores.method,) if metric is None else (scores.method, str(metric))
+def _noise_in(provenance: Mapping[str, Any]) -> str:
+    """What of draws is in scores, or in those that they are the mean of."""
+    if provenance.get("spread"):
+        return "the spread of a run"
+    if "between_chain_share" in provenance:
+        return "scores of draws"
+    return next(filter(None, map(_noise_in, provenance.get("mean_of", ()))), "")
 
 
 def _mixture(steady_squares: float, both: float, squares: float, clean: float) -> tuple[float, float]:

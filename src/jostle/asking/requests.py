@@ -477,7 +477,7 @@ def task_of(request: Mapping[str, Any]) -> Task:
     spread = request.get("shards", 1) > 1
     if "task" in request:
         return from_file(request["task"], None if spread else request.get("device"))
-    with _without_loading_bars():
+    with without_loading_bars():
         return language_model(
             request["model"],
             train=request["train"],
@@ -490,7 +490,7 @@ def task_of(request: Mapping[str, Any]) -> Task:
 
 
 @contextlib.contextmanager
-def _without_loading_bars() -> Iterator[None]:
+def without_loading_bars() -> Iterator[None]:
     """Have transformers load weights without a progress bar; downloads, which do take time, keep theirs."""
     bars = importlib.import_module("transformers.utils.logging") if importlib.util.find_spec("transformers") else None
     if bars is None or not bars.is_progress_bar_enabled():

@@ -31,6 +31,9 @@ log = logging.getLogger("jostle")
 
 STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 EXPECTED_MODEL = "a directory with a causal language model and its tokenizer, or a hub id"
+EXPECTED_CHECKPOINT = (
+    "the model's state dict as safetensors (safetensors.torch.save_model), or a language model's directory"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ def language_model(
     records = {
         name: [record for path in paths for record in read_records(path, name=name)] for name, paths in files.items()
     }
-    network, tokenizer, adapted = _load(model, device, spread=spread)
+    network, tokenizer, adapted = _load(model, device, spread=spread, tokenized=True)
     context = getattr(network.config, "max_position_embeddings", None) or getattr(network.config, "n_positions", None)
     if max_length is not None and context is not None and max_length > context:
         raise InputError("max_length", got=max_length, expected=f"at most the model's context of {context} tokens")
@@ -99,7 +102,7 @@ def other_checkpoint(model: nn.Module, name: str, *, flag: str = "start") -> nn.
     """The model at other weights, on the same device: of a file with a state dict, or of a causal language model."""
     if not Path(name).is_file() and Path(name).suffix not in STATE_DICTS:
         _require_place(name, flag)
-        other = _load(name, str(next(model.parameters()).device), spread=False)[0]
+        other = _load(name, str(next(model.parameters()).device), flag=flag)[0]
         theirs, ours = ({key: value.shape for key, value in one.state_dict().items()} for one in (other, model))
         for key in ours | theirs:
             if theirs.get(key) != ours.get(key):
@@ -118,21 +121,9 @@ def other_checkpoint(model: nn.Module, name: str, *, flag: str = "start") -> nn.
             raise ValueError(f"it lacks {lacking[:3]}, and has {unknown[:3]} besides")
     except Exception as error:  # files fail in many ways, and so do weights of another shape
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        expected = (
-            "the model's state dict as safetensors (safetensors.torch.save_model), or a language model's directory"
-        )
-        raise InputError(flag, got=f"{name}, which could not be loaded ({reason})", expected=expected) from error
+        got = f"{name}, which could not be loaded ({reason})"
+        raise InputError(flag, got=got, expected=EXPECTED_CHECKPOINT) from error
     return other
-
-
-def require_checkpoint(name: str, *, flag: str) -> None:
-    """Refuse what `other_checkpoint` will not find, before there is work that would be lost."""
-    place, expected = Path(name), "another checkpoint of the model"
-    if place.suffix in STATE_DICTS and not place.exists():
-        raise InputError(flag, got=f"{name}, which does not exist", expected=expected)
-    if place.is_dir() and not any((place / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise InputError(flag, got=f"{name}, which has no config.json", expected=expected)
-    _require_place(name, flag)
 
 
 def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
@@ -142,7 +133,7 @@ def _samples(examples: list[Example]) -> list[dict[str, list[int]]]:
 def _require_place(name: str, flag: str = "model") -> None:
     """Refuse a path that is not there and can be no id, which would otherwise be asked of the hub, again and again."""
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise InputError(flag, got=f"{name}, which does not exist", expected=EXPECTED_MODEL, fix=_nearest(name))
+        raise InputError(flag, got=f"{name}, which does not exist", expected=_expected(flag), fix=_nearest(name))
 
 
 def require_device(name: str | None) -> None:
@@ -162,10 +153,17 @@ def _nearest(name: str) -> str:
     parent = Path(name).parent
     beside = sorted(path.parent.name for path in parent.glob("*/config.json"))
     near = difflib.get_close_matches(Path(name).name, beside, n=1)
-    return f"there is {parent / near[0]}" if near else ""
+    return f"there is {parent / near[0]}" if near and near[0] != Path(name).name else ""
 
 
-def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, bool]:
+def _expected(flag: str) -> str:
+    return EXPECTED_MODEL if flag == "model" else EXPECTED_CHECKPOINT
+
+
+def _load(
+    name: str, device: str | None, *, spread: bool = False, tokenized: bool = False, flag: str = "model"
+) -> tuple[Any, Any, bool]:
+    """A causal language model, its tokenizer where that is asked for, and whether it is an adapter."""
     try:
         import transformers
     except ImportError as error:
@@ -179,26 +177,27 @@ def _load(name: str, device: str | None, *, spread: bool) -> tuple[Any, Any, boo
     # bfloat16 is what GPUs are fast in; on a CPU without native support it is over a hundred times slower than float32.
     dtype = torch.bfloat16 if place.startswith("cuda") else torch.float32
     adapter = Path(name) / "adapter_config.json"
-    files = _files(name)
+    files, tokenizer = _files(name, flag), None
     try:
         if adapter.is_file():
             network = _load_adapter(name, dtype)
         else:
             auto: Any = transformers.AutoModelForCausalLM
             network = auto.from_pretrained(files, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(files)
+        if tokenized:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(files)
     except InputError:
         raise
     except Exception as error:  # files, formats and the network fail in many ways
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        raise _not_loaded(name, f"could not be loaded ({reason})") from error
+        raise _not_loaded(name, f"could not be loaded ({reason})", flag) from error
     if not spread:
         require_room(network, torch.device(place))
         network = network.to(place)
     return network, tokenizer, adapter.is_file()
 
 
-def _files(name: str) -> str:
+def _files(name: str, flag: str) -> str:
     """Where to load from: the name itself or, where the hub does not answer, what was downloaded before.
 
     The hub is asked once here; loading would ask six times for each file, and for a minute, before it gave up.
@@ -215,13 +214,13 @@ def _files(name: str) -> str:
         try:
             return snapshot_download(name, local_files_only=True)
         except errors.LocalEntryNotFoundError:
-            raise _not_loaded(name, "is neither here nor downloaded, and the hub does not answer") from error
+            raise _not_loaded(name, "is neither here nor downloaded, and the hub does not answer", flag) from error
     return name
 
 
-def _not_loaded(name: str, reason: str) -> InputError:
+def _not_loaded(name: str, reason: str, flag: str) -> InputError:
     fix = _nearest(name) or "without a network, download the model and pass its directory"
-    return InputError("model", got=f"{name}, which {reason}", expected=EXPECTED_MODEL, fix=fix)
+    return InputError(flag, got=f"{name}, which {reason}", expected=_expected(flag), fix=fix)
 
 
 def _load_adapter(name: str, dtype: torch.dtype) -> Any:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from jostle.data.datasets import Collate, Data, collate_samples, fingerprint_tensors
 from jostle.errors import InputError
+from jostle.files import replace_file
 from jostle.losses import OURS, Batch, Loss, at_least_float32, keep_logits_whole
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
@@ -241,7 +242,7 @@ def _require_same(directory: Path, seed: int, about: dict[str, Any]) -> int:
     path = directory / "jostle.json"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**about, "seed": seed}))
+        replace_file(path, json.dumps({**about, "seed": seed}))
         return seed
     there = json.loads(path.read_text())
     for key, value in about.items():

@@ -15,7 +15,7 @@ from jostle.errors import EstimateWarning, InputError
 
 if TYPE_CHECKING:
     from jostle.runs.run import Run
-    from jostle.scores import Ranking
+    from jostle.scores import Ranking, Scores
 
 
 def _warn(run: Run) -> None:
@@ -79,7 +79,7 @@ def top(
             got, fix = "a file of scores, which are as they were made", "read the run, or make the file anew"
             raise InputError("top", got=got, expected="--query, -k, --texts and --json alone for these", fix=fix)
         scores = Scores.load(out)
-        ranking, train = scores.top(query, k), [] if texts is None else _texts(texts, len(scores.values))
+        ranking, train = scores.top(query, k), [] if texts is None else _texts(texts, scores)
         if as_json:
             typer.echo(json.dumps(_plain(ranking, train), ensure_ascii=False))
         else:
@@ -117,13 +117,18 @@ def top(
     typer.echo(json.dumps(plain, ensure_ascii=False))
 
 
-def _texts(source: str, examples: int) -> list[dict[str, str]]:
+def _texts(source: str, scores: Scores) -> list[dict[str, str]]:
     """What is shown of training texts that nobody has tokenized."""
-    from jostle.data.texts import read_records
+    from jostle.data.texts import fingerprint, read_records
 
-    records = read_records(source, name="texts")
-    if len(records) != examples:
-        raise InputError("texts", got=f"{len(records)} in {source}", expected=f"{examples}, as in the file of scores")
+    records, expected = read_records(source, name="texts"), "those that were scored, in the same order"
+    asked = scores.provenance.get("train")  # of some examples alone
+    if asked is not None and len(records) > max(asked):
+        records = [records[index] for index in asked]
+    if len(records) != len(scores.values):
+        raise InputError("texts", got=f"{len(records)} in {source}, not {len(scores.values)}", expected=expected)
+    if scores.provenance.get("texts", fingerprint(records)) != fingerprint(records):
+        raise InputError("texts", got=f"other ones in {source}, or in another order", expected=expected)
     return [{"text": record.text} for record in records]
 
 

@@ -6,13 +6,16 @@ import inspect
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from jostle.cli.sampling import run
 from jostle.cli.shell import app, examples, only_given, say, with_flags_of
 from jostle.errors import InputError, require_folder
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _TAKEN = ("model", "train", "query", "task", "weights", "max_length", "device")
 """What it takes of the flags of a run: it has no draws."""
@@ -109,11 +112,12 @@ def first_order(
     from rich.console import Console
 
     from jostle.asking import requests
-    from jostle.asking.tasks import other_checkpoint, require_checkpoint
+    from jostle.asking.tasks import other_checkpoint
     from jostle.attributors import FirstOrder
     from jostle.attributors.first_order import damping_of, require_kappa
     from jostle.cli.terminal import print_ranking
     from jostle.data.datasets import Data
+    from jostle.data.texts import fingerprint, read_records
     from jostle.scores import Scores
 
     if file.suffix != ".safetensors":
@@ -136,8 +140,6 @@ def first_order(
     if not labels and total_rate is not None:
         raise InputError("labels", got="0 and --total-rate", expected="labels of the model: they show its curvature")
     require_folder("file", file)
-    for name in also or ():
-        require_checkpoint(name, flag="also")
     started = time.perf_counter()
     request = requests.resolve(only_given(flags))
     task = requests.task_of(request)
@@ -146,24 +148,36 @@ def first_order(
     queries = len(Data(task.query, "query", collate=collate))
     if k and show >= queries:  # before the gradients are taken, not after
         raise InputError("show", got=show, expected=f"an index below {queries}")
-    begun = None if start is None else other_checkpoint(task.model, start)
-    several = []
-    for name in (None, *(also or ())):
-        model = task.model if name is None else other_checkpoint(task.model, name, flag="also")
+
+    def loaded(name: str, flag: str) -> nn.Module:
+        with requests.without_loading_bars():
+            return other_checkpoint(task.model, name, flag=flag)
+
+    begun = None if start is None else loaded(start, "start")
+    for name in also or ():  # what cannot be taken is refused before there is work that would be lost
+        loaded(name, "also")
+
+    def scored(other: str | None) -> Scores:
+        """By one checkpoint: its gradients are gone before those of the next one are taken."""
         limit = FirstOrder(
-            model, task.train, task.query, loss=task.loss, weights=weights, collate=collate,
-            labels=labels, seed=seed, metric=metric, rounded=device.type == "cuda" if rounded is None else rounded,
-            start=begun, progress=True,
+            task.model if other is None else loaded(other, "also"), task.train, task.query, loss=task.loss,
+            weights=weights, collate=collate, labels=labels, seed=seed, metric=metric,
+            rounded=device.type == "cuda" if rounded is None else rounded, start=begun, progress=True,
         )  # fmt: skip
+        at = only_given({"kappa": kappa})
         if total_rate is not None:
-            kappa = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
-        found = limit.influence(**only_given({"kappa": kappa}), normalize=correlation)
-        several.append(replace(found, provenance={**found.provenance, "model": str(name or request["model"])}))
-        of = f"{name or request['model']}: " if also else ""
+            at["kappa"] = limit.kappa_of_training(total_rate, weight_decay=weight_decay or 0.0, batch_size=batch_size)
+        found, name = limit.influence(**at, normalize=correlation), other or request.get("model", request.get("task"))
         told = ", as the training says" if total_rate is not None else ""
-        say(f"{of}read at κ = {several[-1].provenance['kappa']:.4g}{told}")
+        say(f"{f'{name}: ' if also else ''}read at κ = {found.provenance['kappa']:.4g}{told}")
+        return replace(found, provenance={**found.provenance, "model": str(name)})
+
+    several = [scored(name) for name in (None, *(also or ()))]
     scores = Scores.mean_of(several) if also else several[0]
-    replace(scores, provenance={**scores.provenance, "seconds": time.perf_counter() - started}).save(file)
+    about = {**scores.provenance, "seconds": time.perf_counter() - started}
+    if "train" in request:  # by which they are known again: jostle top FILE --texts
+        about["texts"] = fingerprint(read_records(request["train"], name="train"))
+    replace(scores, provenance=about).save(file)
     if k:
         train, query = (task.examples.get(name, []) for name in ("train", "query"))
         print_ranking(Console(highlight=False), scores.top(show, k), train, query, among=len(scores.values))

@@ -15,11 +15,12 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jostle.data.datasets import fingerprint_text
 from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL
 
@@ -45,8 +46,7 @@ class Record:
             case "completion":
                 return self.content["prompt"] + self.content["completion"]
             case _:
-                turns = self.content["messages"]
-                return "\n".join(str(turn.get("content") if isinstance(turn, Mapping) else turn) for turn in turns)
+                return "\n".join(map(_turn, self.content["messages"]))
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,22 @@ def _kind(content: Mapping[str, Any]) -> str | None:
     if isinstance(content.get("prompt"), str) and isinstance(content.get("completion"), str):
         return "completion"
     return "messages" if isinstance(content.get("messages"), list) else None
+
+
+def fingerprint(records: Sequence[Record]) -> str:
+    """Return a hash of what records say, one after another."""
+    return fingerprint_text("\0".join(record.text for record in records))
+
+
+def _turn(turn: Any) -> str:
+    """What is said in a turn of a chat, and by whom; of what is not text, that it is there."""
+    if not isinstance(turn, Mapping):
+        return str(turn)
+    said = turn.get("content") or ""
+    if not isinstance(said, str):
+        parts = [part if isinstance(part, Mapping) else {"text": part} for part in said]
+        said = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+    return f"{turn.get('role', '?')}: {said}"
 
 
 def tokenize(records: list[Record], tokenizer: Any, *, name: str, longest: int) -> list[Example]:

@@ -317,7 +317,7 @@ def last_step(config: Mapping[str, Any]) -> int:
 
 
 def memory_in_steps(config: Mapping[str, Any]) -> float | None:
-    """In how many steps a chain forgets where the localization alone holds it; None for rules that differ."""
+    """In how many steps a chain forgets where only localization and prior hold it; None for rules that differ."""
     posterior, sampler = config["posterior"], config["sampler"]
     pull = posterior["localization"] + posterior["prior_precision"]
     if not pull:

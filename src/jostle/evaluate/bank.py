@@ -39,7 +39,7 @@ from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.inputs import Given, require_ranks, scores_of
 from jostle.evaluate.subsets import Subsets
 from jostle.evaluate.training import TRIED, Trainer
-from jostle.files import replacing
+from jostle.files import is_leftover, replace_file, replacing, to_disk
 from jostle.losses import Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
@@ -113,10 +113,10 @@ class Bank:
             for name in ("retrainings", "failures"):
                 (directory / name).mkdir(exist_ok=True)
             packed = np.packbits(subsets.members, axis=1)
-            with _replacing(directory / "subsets.npy") as path:
-                np.save(path, packed)
-            with _replacing(directory / "bank.json") as path:
-                path.write_text(json.dumps(about))
+            with replacing(directory / "subsets.npy") as temporary, open(temporary, "wb") as file:
+                np.save(file, packed)
+            replace_file(directory / "bank.json", json.dumps(about))
+            to_disk(directory.parent)
             return cls(directory)
 
     def _require_same(self, about: Mapping[str, Any], subsets: Subsets) -> None:
@@ -184,7 +184,7 @@ class Bank:
             self.fail(subset, seed, f"other observables: {differs}")
             return False
         path = self._path("retrainings", subset, seed)
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             safetensors.numpy.save_file(tensors, temporary)
         self._path("failures", subset, seed).unlink(missing_ok=True)
         return True
@@ -192,8 +192,13 @@ class Bank:
     def fail(self, subset: int, seed: int, reason: str, where: str = "") -> None:
         """Record that one retraining failed, and why; ``where`` is a traceback."""
         text = json.dumps({"subset": subset, "seed": seed, "reason": reason, "traceback": where})
-        with _replacing(self._path("failures", subset, seed)) as path:
-            path.write_text(text)
+        replace_file(self._path("failures", subset, seed), text)
+
+    def why(self, subset: int, seed: int) -> str:
+        """Return why a retraining failed; nothing where it did not, or has succeeded since in another process."""
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(self._path("failures", subset, seed).read_text())["reason"]
+        return ""
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -286,8 +291,7 @@ class Bank:
                 if about.get(key) is None:
                     # An older bank.json knows nothing of observables, though the bank may have some.
                     about[key] = (self._kept_shapes() if key == "observables" else None) or shapes
-                    with _replacing(path) as temporary:
-                        temporary.write_text(json.dumps(about))
+                    replace_file(path, json.dumps(about))
             self.about[key] = about[key]
         for name in [*self.about[key], *shapes]:
             expected, got = self.about[key].get(name), shapes.get(name)
@@ -413,7 +417,8 @@ def retrain(
     todo = bank.todo(seeds, subsets=len(subsets), retry=retry)
     unfinished = len(bank.todo(seeds, subsets=len(subsets), retry=True))
     processes: Any = joblib.effective_n_jobs  # takes None, whatever its types say
-    every, failed, reason = len(subsets) * seeds, unfinished - len(todo), ""
+    every, failed = len(subsets) * seeds, unfinished - len(todo)
+    first = ""
     at_once = 1
     if isinstance(train_function, Trainer) and todo and (deadline is None or time.monotonic() <= deadline):
         with telling(progress) as tell:
@@ -425,8 +430,10 @@ def retrain(
 
     def how_far() -> str:
         """What earlier calls did counts, too."""
-        also = f", {failed:,} failed{reason}" if failed else ""
-        return f"{every - unfinished:,} of {every:,} retrainings finished{also}"
+        also = f", {failed:,} failed" if failed else ""
+        # Whoever sees that all do need not wait for the others.
+        why = f"{', the first now' if failed > 1 else ''}: {first}" if first else ""
+        return f"{every - unfinished:,} of {every:,} retrainings finished{also}{why}"
 
     # Dispatched one by one, so that none begins after the deadline; collected as they come, so that all are kept.
     options: dict[str, Any] = {"return_as": "generator_unordered", "pre_dispatch": "n_jobs", "batch_size": 1}
@@ -472,7 +479,8 @@ def retrain(
                     kept = bank.store(outcome.subset, outcome.seed, outcome.values)
                 else:
                     bank.fail(outcome.subset, outcome.seed, failure, outcome.traceback)
-                    reason = reason or f" ({failure})"  # whoever sees that all do need not wait for the others
+                if not kept:
+                    first = first or bank.why(outcome.subset, outcome.seed)
                 unfinished, failed = unfinished - kept, failed + (not kept)
                 tell(how_far())
     except KeyboardInterrupt:
@@ -571,18 +579,13 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
-    """Several processes may do the same retraining."""
-    return replacing(path, path.with_name(f".{os.getpid()}-{path.name}"))
-
-
 def _is_new(directory: Path) -> bool:
     """Whether nothing is there but what an interrupted beginning of a bank leaves."""
     for path in directory.iterdir():
         if path.name in ("retrainings", "failures") and path.is_dir():
             if any(path.iterdir()):
                 return False
-        elif not (path.name == "subsets.npy" or path.match(".*-subsets.npy") or path.match(".*-bank.json")):
+        elif path.name != "subsets.npy" and not any(is_leftover(path, name) for name in ("subsets.npy", "bank.json")):
             return False
     return True
 

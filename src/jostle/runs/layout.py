@@ -33,7 +33,7 @@ from jostle.chains.thermometer import how_many
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.errors import InputError, StorageError
-from jostle.files import replace_file, to_disk
+from jostle.files import is_leftover, replace_file, to_disk
 from jostle.models.weights import MovingWeights
 from jostle.runs.examples import images_of, write_examples
 from jostle.runs.manifest import FORMAT, manifest_checksum, place_of_traces, read_config, read_manifest
@@ -52,7 +52,7 @@ LOCK = ".lock"
 CALIBRATION = "calibration.json"
 """What was measured for a run before it began, and is not measured again."""
 
-BESIDE = (LOCK, CALIBRATION, "calibration.partial")
+BESIDE = (LOCK, CALIBRATION)
 """What may be in the directory of a run that has not begun, and stays when one is begun again."""
 
 ADDING_QUERIES = "adding queries"
@@ -104,7 +104,7 @@ def _directory_for(out: str | Path | None) -> Path:
     directory = Path(out).resolve()
     if directory.is_dir():
         own = any((directory / name).is_file() for name in ("manifest.json", BEGUN))
-        if not own and any(entry.name not in BESIDE for entry in directory.iterdir()):
+        if not own and not all(_is_beside(entry) for entry in directory.iterdir()):
             raise InputError(
                 "out", got=f"{out}, which exists and holds something else", expected="a new or empty directory"
             )
@@ -474,11 +474,15 @@ def await_run(directory: Path, rank: int) -> None:
         time.sleep(0.1)
 
 
+def _is_beside(entry: Path) -> bool:
+    return entry.name in BESIDE or is_leftover(entry, CALIBRATION)
+
+
 def _clear(directory: Path) -> None:
     for entry in directory.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name not in BESIDE:
+        elif not _is_beside(entry):
             entry.unlink()
 
 
