@@ -17,7 +17,7 @@ demo: $(INSTALLED) ## Jostle the shipped language model, and draw jostle-demo/wo
 	$(BIN)/jostle demo
 
 test: $(INSTALLED) ## Run every test
-	# Models here are tiny: one thread each, and as many files at once as there are cores, in the order of tests/conftest.py.
+	# Models here are tiny: one thread each, and one file more at once than there are cores, in the order of tests/conftest.py.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED) ## See that nothing became twice as slow, by ratios
