@@ -574,7 +574,7 @@ def test_numbers_of_numpy_and_a_beginning_that_was_interrupted(tmp_path: Path) -
     for name in ("retrainings", "failures"):
         (tmp_path / "begun" / name).mkdir(parents=True)
     (tmp_path / "begun" / "subsets.npy").write_bytes(b"")
-    (tmp_path / "begun" / ".7-bank.json").write_text("{")
+    (tmp_path / "begun" / ".bank.json.01ab23cd.partial").write_text("{")
     assert len(Bank.create(tmp_path / "begun", subsets, queries=3, fingerprints={})) == len(subsets)
     unwritable: Any = {"train": np.float32(1)}
     with pytest.raises(TypeError):

@@ -206,7 +206,7 @@ def test_the_mean_of_several_is_of_the_same_pairs() -> None:
     ]  # fmt: skip
     drawn = [run.influence(normalize=True) for run in runs]  # of any settings
     np.testing.assert_allclose(Scores.mean_of(drawn).values, (drawn[0].values + drawn[1].values) / 2, rtol=1e-5)
-    noisy = runs[0].influence(normalize=True, standard_error=True)
+    noisy = replace(drawn[0], standard_error=np.full(drawn[0].shape, 0.1))
     for steady in (drawn[1], Scores.mean_of(drawn), Scores.mean_of([Scores.mean_of(drawn)])):
         with pytest.raises(jostle.InputError, match="scores of draws, which has noise"):
             noisy.toward(steady)
