@@ -351,6 +351,12 @@ def test_how_many_at_once_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) ->
     assert train.most_at_once(jobs)[0] == 1  # all of them take no time
     assert tried == [1]
 
+    # Twelve large models, 144 steps of 4 s: a try of four would take 112 s.
+    rates |= {1: 0.25}
+    tried.clear()
+    assert train.most_at_once(jobs[:12]) == (1, "one by one: trying others would take longer than they could save")
+    assert tried == [1]
+
     def out_of_memory(jobs: Any) -> float:
         if len(jobs) > 4:
             raise torch.OutOfMemoryError

@@ -166,7 +166,11 @@ def run(
         bool, typer.Option("--keep-weights", help="Keep the weights of every draw: quicker to add queries to.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what it will take, after a few timed steps; write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print what it will take, after a few timed steps, and with --auto a calibration; write nothing.",
+        ),
     ] = False,
 ) -> None:
     r"""Sample around a checkpoint and record every token's loss.

@@ -98,6 +98,8 @@ def report(
     if output.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise InputError("output", got=str(output), expected="a name ending in .html, .png, .svg or .pdf")
     require_folder("output", output)
+    if output.suffix != ".html" and len(runs) > 1:
+        raise InputError("output", got=f"{output}, a figure, of {len(runs)}", expected="one run", fix="write .html")
     sources = open_sources(runs, Run, kappa)
     try:
         if output.suffix == ".html":

@@ -33,6 +33,8 @@ TRIED, WORTH_IT = (1, 4, 16, 64, 256), 1.1
 """How many models at once are tried, and how much quicker the next must be than the best before it."""
 LONGEST, LARGEST_SHARE = 30.0, 0.1
 """What is trained at once is lost when it is interrupted: at most so many seconds, or such a share of all the time."""
+LONGEST_TRY = 5.0
+"""Seconds that one try may take, where that is more than `LARGEST_SHARE` of all the time."""
 SHORT = 1.0
 """Seconds that all trainings take one by one, below which nothing else is tried."""
 WARM_UP, TIMED = 2, 5
@@ -176,6 +178,8 @@ class Trainer:
         best, missed = 1, 0
         total = of * self.steps(len(jobs[0][0]))[0]
         for count in sorted({min(count, len(jobs)) for count in TRIED}):
+            if 1 in rates and not self._worth_trying(count, total, rates[best]):
+                break
             with contextlib.suppress(Exception):  # out of memory, or one of them fails, which will be told
                 rates[count] = self._steps_a_second(jobs[:count])
             if 1 not in rates or (count == 1 and total < SHORT * rates[1]):
@@ -188,8 +192,14 @@ class Trainer:
         seconds = {count: count * total / of / rate for count, rate in rates.items()}
         best = max([1, *(count for count in rates if count <= best and seconds[count] <= longest)])
         if best == 1:
+            if max(rates) == 1:
+                return 1, "one by one: trying others would take longer than they could save"
             return 1, f"one by one: {max(rates)} at once are not quicker, or would take too long to be interrupted"
         return best, f"{best} at once, {rates[best]:,.3g} steps a second; one by one {rates[1]:,.3g}"
+
+    def _worth_trying(self, count: int, total: int, rate: float) -> bool:
+        """Whether a try of so many at once is short, or a small share of all, at the rate of those before it."""
+        return count * (WARM_UP + TIMED) <= max(LARGEST_SHARE * total, LONGEST_TRY * rate)
 
     def _training(self, jobs: Sequence[Job], *, looking: bool = False) -> Generator[_One, None, None]:
         """Train, step by step; ``looking`` closely at the loss."""
