@@ -105,9 +105,8 @@ class Report:
     def about(self) -> list[str]:
         """Of what bank it is."""
         text = [str(self.summary["text"])]
-        seeds = "unknown, with one seed each; seeds=2 would tell how much of them is chance"
-        known = seeds if self.repeatability is None else f"{self.repeatability:.2f}"
-        text.append(f"repeatability of their losses: {known}")
+        if self.repeatability is not None:
+            text.append(f"repeatability of their losses: {self.repeatability:.2f}")
         return text
 
     @property
