@@ -35,7 +35,7 @@ from jostle.asking.requests import SAMPLERS, sampler_of
 from jostle.attributors import FirstOrder, ekfac, gradient_similarity, layers_alike, trak
 from jostle.errors import EstimateWarning
 from jostle.evaluate import Bank, Measure, Report, Subsets, compare
-from jostle.evaluate.bank import shapes_of
+from jostle.evaluate.retraining import shapes_of
 from jostle.files import replace_file
 from jostle.losses import Loss
 from jostle.scores import Scores

@@ -41,8 +41,8 @@ from jostle.evaluate import (
     retrain,
     self_influence,
 )
-from jostle.evaluate.bank import Measure
 from jostle.evaluate.report import draw_removal, read_scores
+from jostle.evaluate.retraining import Measure
 from jostle.scores import Scores
 from test_commands import jostle_command
 
@@ -449,7 +449,7 @@ def test_how_many_are_finished_is_shown_on_a_terminal(
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr("jostle.evaluate.bank.telling", telling)
+        patched.setattr("jostle.evaluate.retraining.telling", telling)
         call(fit, seeds=1)
         assert told == [f"{done} of 2 retrainings finished" for done in range(3)]
         told.clear()

@@ -1,6 +1,6 @@
 """Does attribution predict reality? Retraining banks, and metrics of scores against them."""
 
-from jostle.evaluate.bank import Bank, Measure, retrain
+from jostle.evaluate.bank import Bank
 from jostle.evaluate.metrics import (
     Detection,
     Measured,
@@ -13,6 +13,7 @@ from jostle.evaluate.metrics import (
     self_influence,
 )
 from jostle.evaluate.report import Report, Row, compare
+from jostle.evaluate.retraining import Measure, retrain
 from jostle.evaluate.subsets import Subsets, leave_one_out, random_subsets, removals
 from jostle.evaluate.training import Trainer
 
