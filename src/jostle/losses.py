@@ -175,7 +175,7 @@ class _NextToken:
             targets = torch.where(self.token_mask(batch), batch["labels"], tokens)
         network, states, known = self._states(model, batch)
         # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
-        flat = states[:, :-1].flatten(0, 1)
+        flat = states.flatten(0, 1)
         if known:
             predicted = self._cross_entropy(network, flat, targets[:, 1:].flatten())
         else:
@@ -186,7 +186,7 @@ class _NextToken:
         self, model: nn.Module, batch: Batch, count: int, generator: torch.Generator
     ) -> Int[Tensor, "batch count token"]:
         network, states, known = self._states(model, batch)
-        flat = states[:, :-1].flatten(0, 1)
+        flat = states.flatten(0, 1)
         vocabulary = network.get_output_embeddings().weight.shape[0] if known else flat.shape[1]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         uniform = torch.rand(len(flat), count, generator=generator)
@@ -200,7 +200,10 @@ class _NextToken:
         return type(batch)({**batch, "labels": labels})
 
     def _states(self, model: nn.Module, batch: Batch) -> tuple[Any, Float[Tensor, "batch token ..."], bool]:
-        """The network without its adapters; the states that its head reads, and True, or its logits, and False."""
+        """The network without its adapters; the states that its head reads, and True, or its logits, and False.
+
+        Of all tokens but the last, after which nothing is predicted.
+        """
         tokens = batch["input_ids"]
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         base: Any = model
@@ -215,10 +218,14 @@ class _NextToken:
         if "use_cache" in accepted:
             inputs.setdefault("use_cache", False)
         if _has_known_head(network, inputs):
+            if not needs_mask and tokens.shape[1] > 1:  # nor does any other token look at the last one
+                whole = tokens.shape
+                inputs = {k: v[:, :-1] if isinstance(v, Tensor) and v.shape == whole else v for k, v in inputs.items()}
             with contextlib.nullcontext() if needs_mask else _without_masks(network, tokens):
-                return network, network.base_model(**inputs)[0], True
+                return network, network.base_model(**inputs)[0][:, : tokens.shape[1] - 1], True
         output = network(**inputs)
-        return network, at_least_float32(output if isinstance(output, Tensor) else output.logits), False
+        logits = output if isinstance(output, Tensor) else output.logits
+        return network, at_least_float32(logits[:, :-1]), False
 
     def _cross_entropy(
         self, network: Any, hidden: Float[Tensor, "position width"], targets: Int[Tensor, " position"]

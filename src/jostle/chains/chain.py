@@ -14,15 +14,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.chains import randomness
-from jostle.chains.observing import Observer
+from jostle.chains.observing import Known, Observer
 from jostle.chains.thermometer import Thermometer, directions_of
 from jostle.config import Config
 from jostle.data.datasets import Data
 from jostle.losses import Loss, at_least_float32
 from jostle.models.functional import FunctionalModel, Observable
+from jostle.models.in_place import InPlace
 from jostle.samplers import Statistics
 
 log = logging.getLogger("jostle")
+
+WORTH_SHARING = 0.02
+"""Of all that goes through the model for a draw, how large a part may go through it twice."""
 
 
 @dataclass
@@ -69,6 +73,8 @@ class Dynamics:
     Attributes:
         keeps_weights: whether the weights of every draw are recorded, too.
         thermometer: reads the temperature at every draw, where there is one.
+        shares_passes: whether losses that a gradient's pass has found are not observed again: a draw's losses, and the
+            gradient of the step that follows, are taken at the same weights.
         center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
             `full_gradient`).
     """
@@ -91,11 +97,16 @@ class Dynamics:
         self.keeps_weights = False
         self.thermometer: Thermometer | None = None
         self._move: Callable[..., Statistics] = self._step
+        self._compiled = False
         self._pieces = 1
+        self.shares_passes = False
+        sets = (name for name, seen in observers.items() if seen.observes(sampling_data, potential_loss))
+        self._shared_set = next(sets, None)
         config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
 
     def compile_step(self, compiled: bool = True) -> None:
         """Make the step one pass over memory; without it, each of its operations is one."""
+        self._compiled = compiled
         self._move = torch.compile(self._step, dynamic=False) if compiled else self._step
 
     def start(self, chains: list[int]) -> Group:
@@ -113,18 +124,48 @@ class Dynamics:
 
         Reference: Baker et al., *Control variates for stochastic gradient MCMC*, 2019.
         """
-        config, n = self.config, len(self._sampling_data)
+        config = self.config
         if not config.posterior.n_beta:
             return torch.zeros_like(group.weights)
-        sources = self._sources(group.chains)
-        batches = randomness.minibatches(config.seed, sources, group.step, size=config.batch_size, of=n)
+        batches = self._minibatches(group)
         gradient = self._mean_loss_gradient(group.weights, batches)
-        if not config.control_variates or config.batch_size >= n:
+        if not config.control_variates or config.batch_size >= len(self._sampling_data):
             return gradient
         assert self.center_gradient is not None
         # A sum of its own before the next call, which may write its gradient over this one.
         controlled = gradient + self.center_gradient
         return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+
+    def _minibatches(self, group: Group) -> list[np.ndarray]:
+        """The examples of each chain's next step."""
+        config, sources = self.config, self._sources(group.chains)
+        n = len(self._sampling_data)
+        return randomness.minibatches(config.seed, sources, group.step, size=config.batch_size, of=n)
+
+    def is_worth_sharing(self, config: Config) -> bool:
+        """Whether a draw's minibatch is worth going through the model once instead of twice (`shares_passes`)."""
+        model, size = self.model, config.batch_size
+        if not (isinstance(model, InPlace) and model.observes_as_it_moves and config.posterior.n_beta):
+            return False
+        if self._shared_set is None or config.control_variates or size >= len(self._sampling_data):
+            return False
+        observed = sum(observer.columns.samples for observer in self._observers.values())
+        # The gradient, and room to spare, since it is there while all else is observed.
+        return size >= WORTH_SHARING * (observed + 3 * size * config.thin) and model.has_room_for_gradients(3)
+
+    def _gradient_and_known(self, group: Group) -> tuple[Tensor | None, dict[str, Known]]:
+        """The gradient of the next step, and the losses that come with it, where passes are shared."""
+        model, data, name = self.model, self._sampling_data, self._shared_set
+        if not self.shares_passes or self._pieces > 1 or len(group.chains) > 1:
+            return None, {}
+        assert isinstance(model, InPlace)
+        assert name is not None
+        (chosen,) = self._minibatches(group)
+        try:
+            gradient, losses = model.gradient_and_losses(self._potential_loss, group.weights[0], data, chosen)
+        except torch.OutOfMemoryError:  # what comes next goes through the minibatch in pieces
+            return None, {}
+        return gradient[None], {name: Known(chosen, losses)}
 
     def new_thermometer(self, most: int) -> Thermometer | None:
         """Return one with so many directions: gradients at draws of the localization alone. None where these are 0."""
@@ -142,7 +183,7 @@ class Dynamics:
         self.model.let_go()
         if directions is None:
             return None
-        return Thermometer(directions, self._center, posterior, self.model.crew)
+        return Thermometer(directions, self._center, posterior, self.model.crew, compiled=self._compiled)
 
     def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
@@ -224,16 +265,17 @@ class Dynamics:
 
         ``observers`` stand in for those of the run: a pilot looks at a few examples only.
         """
+        gradient, known = self._gradient_and_known(group) if observers is None else (None, {})
         observers = self._observers if observers is None else observers
-        seen = {name: observer(self.model, group.weights) for name, observer in observers.items()}
+        seen = {name: observer(self.model, group.weights, known.get(name)) for name, observer in observers.items()}
         for name, observable in self._observables.items():
             # A copy: of a view of the weights, the next step would make its own.
             seen[f"observables/{name}"] = at_least_float32(self.model.evaluate(observable, group.weights)).clone()
         if self.thermometer is not None:
             # The last that is asked of the model before the next step: what it returns may be written over by another.
-            gradient = self.gradient(group)
+            gradient = self.gradient(group) if gradient is None else gradient
             seen["temperature"] = self.thermometer.read(group.weights, gradient)
-            group.ahead = gradient if group.step != self.config.steps[-1] else None
+        group.ahead = gradient if group.step != self.config.steps[-1] else None
         if self.keeps_weights:
             # A copy, whole however the model is spread: the next step is made in place.
             seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])

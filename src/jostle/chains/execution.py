@@ -59,6 +59,7 @@ class Execution:
         compiled: whether model and step are compiled.
         threads: over how many threads the chains of a group are spread.
         onednn: whether PyTorch may hand operations to oneDNN, whose calls cost more than small products on ARM.
+        shares_passes: whether losses that a gradient's pass has found are not observed again.
         batch_sizes: examples in one forward pass of an observation, by set.
     """
 
@@ -66,6 +67,7 @@ class Execution:
     compiled: bool = False
     threads: int = 1
     onednn: bool = True
+    shares_passes: bool = False
     batch_sizes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def choose(
     on_gpu = alone.model.device.type == "cuda"
     if not on_gpu and (together is not None or not compile):
         return _choose_on_cpu(config, together or alone, spread, at_once if together else 1, interrupted)
+    alone.shares_passes = on_gpu and alone.is_worth_sharing(config)
     if together is not None:
         one, several = _estimate(alone, config, 1), _estimate(together, config, at_once)
         log.info("about %.0f s one chain after another, %.0f s with %d side by side", one, several, at_once)
@@ -107,7 +110,7 @@ def choose(
         compile = seconds > WORTH_COMPILING
         if on_gpu:
             log.info("about %.0f s of sampling: %s compiling", seconds, "worth" if compile else "not worth")
-    return Execution(compiled=compile and _compile(alone))
+    return Execution(compiled=compile and _compile(alone), shares_passes=alone.shares_passes)
 
 
 @functools.cache
@@ -196,7 +199,7 @@ def make_ready(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> N
     """Make chains run in the way that was chosen, until the model is given back."""
     if not execution.onednn:
         in_place.until_given_back(onednn(False))
-    model = dynamics.model
+    model, dynamics.shares_passes = dynamics.model, execution.shares_passes
     if not isinstance(model, InPlace):
         return
     if execution.compiled and not model.compiled:

@@ -6,17 +6,20 @@ import itertools
 import logging
 import math
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from jostle.data.datasets import Data, map_tensors
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss, at_least_float32
 from jostle.models.checks import check_losses, unchanged
 from jostle.models.functional import FunctionalModel, ObservedBatch, token_mask
+from jostle.models.in_place import InPlace
 from jostle.traces.store import Columns
 
 log = logging.getLogger("jostle")
@@ -32,6 +35,13 @@ CREW_BATCH_SIZE = 8
 
 BATCH_GROWTH, WORTHWHILE_GAIN = 4, 1.02
 """By what factor a batch is grown on a GPU, and how much faster it has to become."""
+
+
+class Known(NamedTuple):
+    """What need not be observed: the losses of these examples, from elsewhere."""
+
+    examples: np.ndarray
+    losses: Float[Tensor, "example ..."]
 
 
 class Observer:
@@ -96,6 +106,8 @@ class Observer:
         self.batch_size, self._order = batch_size, order
         self._indices = [_as_range(chosen) for chosen in np.split(order, range(batch_size, len(order), batch_size))]
         self._entries: list[Tensor | None] = []
+        self._widths: list[int] = []
+        self._others: Others | None = None
         self._batches: list[ObservedBatch] | None = []
         center = model.moving.center[None]
         losses, lengths, positions, kept = [], [], [], 0
@@ -107,6 +119,7 @@ class Observer:
             entries, counts, places = _real_entries(values, self._loss, batch, self._data.name, chosen)
             observed = _observed(batch, chosen, entries)
             self._entries.append(entries)
+            self._widths.append(values.shape[1] if values.ndim > 1 else 1)
             losses.append(at_least_float32(observed.recorded(values)))
             lengths.append(counts)
             positions.append(places)
@@ -115,7 +128,13 @@ class Observer:
                 self._batches = [*self._batches, observed] if kept <= KEPT_BATCHES else None
         return torch.cat(losses), np.concatenate(lengths), np.concatenate(positions)
 
-    def __call__(self, model: FunctionalModel, weights: Float[Tensor, "chain weight"]) -> Float[Tensor, "chain column"]:
+    def observes(self, data: Data, loss: Loss) -> bool:
+        """Whether this is what it observes, all of it, wherever its batches can be made on the device."""
+        return self._data is data and self._loss is loss and len(self._order) == len(data) and data.on_device
+
+    def __call__(
+        self, model: FunctionalModel, weights: Float[Tensor, "chain weight"], known: Known | None = None
+    ) -> Float[Tensor, "chain column"]:
         """Return the loss of every column at these weights; in smaller batches once memory has run out."""
         while True:
             batches = self._batches
@@ -123,14 +142,91 @@ class Observer:
                 pairs = zip(self._indices, self._entries, strict=True)
                 batches = (_observed(self._data.batch(chosen), chosen, entries) for chosen, entries in pairs)
             try:
+                if known is not None:
+                    return self._observe_others(model, weights, known)
                 return self._in_order(model.losses(self._loss, weights, batches))
             except torch.OutOfMemoryError:
                 if self.batch_size == 1 or model.crew.count > 1:
                     raise
             self._fit(model, self._order, self._shrink(model))
 
+    def _observe_others(
+        self, model: FunctionalModel, weights: Float[Tensor, "chain weight"], known: Known
+    ) -> Float[Tensor, "chain column"]:
+        """The same, of one chain some of whose losses are known."""
+        assert isinstance(model, InPlace)
+        assert len(weights) == 1
+        if self._others is None:
+            width = max(self._widths)
+            parts = zip(self._indices, self._entries, self._widths, strict=True)
+            entries = torch.from_numpy(np.concatenate([_in_table(*part, width) for part in parts])).to(model.device)
+            entries = self._in_order(entries[None])[0]
+            self._others = Others(self._loss, self._data, self._order, self.batch_size, entries, width)
+        parts = self._others.split(known.examples)
+        left, rows = (torch.from_numpy(those).to(model.device, non_blocking=True) for those in parts)
+        losses = at_least_float32(known.losses.flatten(1) if known.losses.ndim > 1 else known.losses[:, None])
+        losses = F.pad(losses, (0, self._others.width - losses.shape[1]))
+        key = ("others", id(self._others))
+        return model.evaluate_tensors(key, self._others, weights[0], left, rows, losses)[None]
+
     def _in_order(self, values: Float[Tensor, "chain column"]) -> Float[Tensor, "chain column"]:
         return values if self._columns_in_order is None else values[:, self._columns_in_order]
+
+
+class Others:
+    """Observes all examples but some, in shapes that do not depend on which: one recording holds for all draws.
+
+    Losses are put into a table of all examples, from which each column reads its own.
+
+    Args:
+        loss: what is observed.
+        data: the data set.
+        order: its examples, as they are observed.
+        batch_size: examples in one forward pass.
+        entries: of every column, its place in the flat table.
+        width: of the table.
+    """
+
+    def __init__(
+        self, loss: Loss, data: Data, order: np.ndarray, batch_size: int, entries: Int[Tensor, " column"], width: int
+    ) -> None:
+        self._loss, self._data, self._order, self._batch_size = loss, data, order, batch_size
+        self._entries, self.width = entries, width
+
+    def split(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the examples that are left, as they are observed, and those that are known."""
+        is_known = np.zeros(len(self._order), bool)
+        is_known[known] = True
+        return self._order[~is_known[self._order]], known
+
+    def __call__(
+        self,
+        model: nn.Module,
+        left: Int[Tensor, " other"],
+        rows: Int[Tensor, " known"],
+        losses: Float[Tensor, "known width"],
+    ) -> Float[Tensor, " column"]:
+        """Return the losses of all columns, from those that are left and those that are known."""
+        table = losses.new_zeros(len(self._order), self.width).index_copy_(0, rows, losses)
+        size = _equal(len(left), self._batch_size)
+        for first in range(0, len(left), size):
+            some = left[first : first + size]
+            # The last of these is at most as many places further on in the order as there are examples known.
+            last = min(first + len(some) - 1 + len(rows), len(self._order) - 1)
+            batch = self._data.gather(some, self._data.longest(self._order[last : last + 1]))
+            values = at_least_float32(self._loss(model, batch))
+            values = values if values.ndim > 1 else values[:, None]
+            table[:, : values.shape[1]].index_copy_(0, some, values)
+        return table.flatten()[self._entries]
+
+
+def _in_table(chosen: range | np.ndarray, entries: Tensor | None, width: int, of: int) -> Int[np.ndarray, " column"]:
+    """Where the recorded entries of a batch of these examples, so wide, are in a table of all examples."""
+    examples = np.asarray(chosen)
+    if entries is None:
+        return examples * of
+    row, column = np.divmod(entries.cpu().numpy(), width)
+    return examples[row] * of + column
 
 
 def _observed(batch: Batch, chosen: range | np.ndarray, entries: Tensor | None) -> ObservedBatch:

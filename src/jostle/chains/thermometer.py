@@ -48,6 +48,7 @@ class Thermometer:
         center: w*.
         posterior: what the chains sample.
         crew: the processes that hold the weights.
+        compiled: whether to read in one pass over memory, for one chain at a time.
     """
 
     def __init__(
@@ -56,8 +57,11 @@ class Thermometer:
         center: Float[Tensor, " weight"],
         posterior: Posterior,
         crew: Crew,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
+        self._compiled = torch.compile(_along, dynamic=False) if compiled else None
         wide = ((directions[:, part].double(), center[part].double()) for part in _blocks(directions))
         found = [torch.stack([vectors.square().sum(1), vectors @ at]) for vectors, at in wide]
         squares, self._center_along = crew.sum(torch.stack(found).sum(0))
@@ -67,18 +71,29 @@ class Thermometer:
         self, weights: Float[Tensor, "chain weight"], mean_loss_gradient: Float[Tensor, "chain weight"]
     ) -> Float[Tensor, "chain 1"]:
         """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
-        both = weights.new_zeros(2, len(weights), len(self.directions))
-        for part in _blocks(self.directions, len(weights) * len(self.directions) if weights.is_cuda else 1):
-            directions = self.directions[:, part]
-            away = weights[:, part] - self._center[part]
-            for sums, vectors in zip(both, (away, mean_loss_gradient[:, part].to(away)), strict=True):
-                # A GPU takes far longer for a product of matrices where these are so narrow, a CPU for anything else.
-                on_gpu = weights.is_cuda
-                sums += (directions * vectors[:, None]).sum(2) if on_gpu else vectors @ directions.to(vectors).T
+        rows = len(weights) * len(self.directions) if weights.is_cuda else 1
+        blocks = [slice(self.directions.shape[1])] if self._compiled else _blocks(self.directions, rows)
+        along, both = self._compiled or _along, weights.new_zeros(2, len(weights), len(self.directions))
+        for part in blocks:
+            both += along(self.directions[:, part], weights[:, part], self._center[part], mean_loss_gradient[:, part])
         moved, slope = self._crew.sum(both).double()
         # The potential's gradient is linear in all of these, and so it is along a direction what it is as a whole.
         along = self._posterior.potential(self._center_along).gradient(self._center_along + moved, slope)
         return ((moved * along).sum(1, keepdim=True) / self._squares).to(weights.dtype)
+
+
+def _along(
+    directions: Float[Tensor, "direction some_weight"],
+    weights: Float[Tensor, "chain some_weight"],
+    center: Float[Tensor, " some_weight"],
+    gradient: Float[Tensor, "chain some_weight"],
+) -> Float[Tensor, "2 chain direction"]:
+    """How far from w* the weights are along each direction, and what the gradient is along it."""
+    away = weights - center
+    both = (away, gradient.to(away))
+    if weights.is_cuda:  # where a product of matrices takes far longer, as narrow as these are; a CPU is the other way
+        return torch.stack([(directions * vectors[:, None]).sum(2) for vectors in both])
+    return torch.stack([vectors @ directions.to(vectors).T for vectors in both])
 
 
 def how_many(config: Config) -> int:

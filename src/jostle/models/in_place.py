@@ -20,9 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from jostle.data.datasets import Data
-from jostle.losses import Loss, at_least_float32
+from jostle.losses import Batch, Loss, at_least_float32
 from jostle.models.float8 import Float8
-from jostle.models.functional import FunctionalModel, ObservedBatch, minibatch, sample_means
+from jostle.models.functional import FunctionalModel, ObservedBatch, free_memory, minibatch, sample_means
 from jostle.models.prefix import Prefix
 from jostle.models.weights import MovingWeights
 
@@ -60,6 +60,7 @@ class InPlace(FunctionalModel):
         self._prefix = Prefix(model, self._parameters)
         self._compiled: dict[nn.Module, Any] = {}
         self._graphs: dict[Hashable, Graph] | None = None
+        self._gradient: Tensor | None = None
         self._lasting = contextlib.ExitStack()
         self._gradient_dtype = functools.reduce(torch.promote_types, (value.dtype for value in self._parameters))
         self.replayed = 0
@@ -93,7 +94,7 @@ class InPlace(FunctionalModel):
             for parameter, required in self._required_gradient:
                 parameter.requires_grad_(required)
             self.compile(None)
-            self._graphs = None
+            self._graphs = self._gradient = None
 
     def until_given_back(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Enter a context that is left together with the model."""
@@ -190,34 +191,67 @@ class InPlace(FunctionalModel):
         self, loss: Loss, weights: Float[Tensor, "chain weight"], data: Data, indices: list[np.ndarray]
     ) -> Float[Tensor, "chain weight"]:
         """Return the gradient of each chain's minibatch loss, in the precision that the model computes in."""
-
-        def gradient(batch: Any) -> Tensor:
-            flat = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
-            with self.plain_kernels():
-                with torch.enable_grad(), self.precision():
-                    value = sample_means(loss(self.model, batch), loss, batch).mean()
-                self._backward(value, flat.split(self.moving.sizes))
-            return flat
-
         gradients = []
         for flat, chosen in zip(weights, indices, strict=True):
-            self._place(flat)
-            if self._graphs is None or not data.on_device:
-                gradients.append(gradient(minibatch(data, chosen)))
-                continue
-            longest = data.longest(chosen)
-            if longest is not None:
-                longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, data.longest(range(len(data))) or longest)
-            rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
-            key = ("gradient", id(data), len(chosen), longest)
+            gradient, _ = self.gradient_and_losses(loss, flat, data, chosen)
             # That of a single chain is not copied: of a large model there is no room for two.
-            copied = len(weights) > 1
-            gradients.append(
-                self._recorded(
-                    key, lambda rows, longest=longest: gradient(data.gather(rows, longest)), rows, copied=copied
-                )
-            )
+            gradients.append(gradient.clone() if len(weights) > 1 and gradient is self._gradient else gradient)
         return gradients[0][None] if len(gradients) == 1 else torch.stack(gradients)
+
+    @torch.no_grad()
+    def gradient_and_losses(
+        self, loss: Loss, flat: Float[Tensor, " weight"], data: Data, chosen: np.ndarray
+    ) -> tuple[Float[Tensor, " weight"], Float[Tensor, "sample ..."]]:
+        """Return the gradient of a chain's minibatch loss, and the losses that it is the gradient of.
+
+        Where passes are recorded, both are good until the next call; no other pass writes over them.
+        """
+
+        def passes(batch: Batch, gradient: Tensor) -> Tensor:
+            with self.plain_kernels():
+                with torch.enable_grad(), self.precision():
+                    losses = loss(self.model, batch)
+                    value = sample_means(losses, loss, batch).mean()
+                self._backward(value, gradient.split(self.moving.sizes))
+            return losses.detach()
+
+        self._place(flat)
+        if self._graphs is None or not data.on_device:
+            self._gradient = None
+            gradient = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
+            return gradient, passes(minibatch(data, chosen), gradient)
+        if self._gradient is None:  # not in the working memory that recordings share
+            self._gradient = torch.empty(self.moving.total, dtype=self._gradient_dtype, device=self.device)
+        longest = data.longest(chosen)
+        if longest is not None:
+            longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, data.longest(range(len(data))) or longest)
+        rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
+        key, place = ("gradient", id(data), len(chosen), longest), self._gradient
+        losses = self._recorded(key, lambda rows: passes(data.gather(rows, longest), place), rows, copied=True)
+        return place, losses
+
+    @property
+    def observes_as_it_moves(self) -> bool:
+        """Whether a gradient's pass over its minibatch is that of an observation, and nothing else, to rounding."""
+        return self._float8 is None and not self._prefix.frozen and self.crew.count == 1
+
+    def has_room_for_gradients(self, count: int) -> bool:
+        """Whether a GPU has memory for so many gradients."""
+        room = free_memory(self.device)
+        return room is not None and room > count * self.moving.total * self._gradient_dtype.itemsize
+
+    @torch.no_grad()
+    def evaluate_tensors(
+        self, key: Hashable, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Tensor
+    ) -> Tensor:
+        """Return ``function(model, *inputs)`` at a chain's weights; functions of one key do the same."""
+
+        def passes(*inputs: Tensor) -> Tensor:
+            with self.precision():
+                return function(self.model, *inputs)
+
+        self._place(flat)
+        return self._recorded((key, *(value.shape for value in inputs)), passes, *inputs, copied=True)
 
     def _backward(self, value: Tensor, places: Sequence[Tensor]) -> None:
         """Put each parameter's gradient in its place as soon as it is known: all of them are never there twice."""
@@ -248,7 +282,7 @@ class InPlace(FunctionalModel):
             # The memory of a recording belongs to the stream that it was made on, and is taken apart when that one has
             # nothing to do; but it is replayed on another.
             torch.cuda.synchronize(self.device)
-        self._graphs = None
+        self._graphs = self._gradient = None
         self._prefix.forget()
         super().free_memory()
 
