@@ -292,6 +292,54 @@ def test_linear_cross_entropy(rows: int, width: int, words: int, biased: bool, s
         assert (found - expected).norm() <= 0.01 * expected.norm()  # rounded to bfloat16
 
 
+@CUDA
+@pytest.mark.parametrize(("heads", "key_heads", "tokens", "width"), [
+    (4, 4, 20, 8), (4, 2, 150, 80), (2, 2, 64, 64), (2, 1, 70, 96), (2, 2, 129, 112), (3, 3, 2, 128), (3, 1, 256, 48),
+])  # fmt: skip
+def test_causal_attention(heads: int, key_heads: int, tokens: int, width: int) -> None:
+    """The kernel against float64, from the same half-precision inputs, wherever they are in memory."""
+    from jostle.kernels import can_attend, causal_attention
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    query = torch.randn(3, tokens, heads, width, device="cuda", generator=generator).bfloat16().transpose(1, 2)
+    both = torch.randn(3, tokens, key_heads, 2 * width, device="cuda", generator=generator).bfloat16().transpose(1, 2)
+    key, value = both[..., :width], both[..., width:]
+    scale = 1.3 * width**-0.5
+    wide = (query.double(), *(part.double().repeat_interleave(heads // key_heads, 1) for part in (key, value)))
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=scale).transpose(1, 2)
+    assert not can_attend(query, key, value)  # it has no gradient
+    with torch.no_grad():
+        assert can_attend(query, key, value)
+        found = causal_attention(query, key, value, scale)
+    assert found.is_contiguous()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@CUDA
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gpt-neox", "llama"])
+def test_short_attention_in_a_model(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses in half precision are as near to those in float64 as with PyTorch's attention."""
+    torch._dynamo.reset()
+    half = tiny(name, "sdpa").cuda().bfloat16()
+    wide = copy.deepcopy(half).double()
+    sequences = [{"input_ids": list(range(first, first + 40))} for first in range(1, 30)]
+    loss, batch = jostle.losses.next_token(), Data(sequences, "train", device=torch.device("cuda")).whole()
+    with torch.no_grad():
+        exact = loss(wide, batch)
+        loss(half, batch)  # tries what the model is like
+        with InPlace(half, MovingWeights(half, "attention")) as fast:
+            fast.compile("inductor" if compiled else None)
+            ours = loss(half, batch)
+            monkeypatch.setattr("jostle.kernels.SHORT", 0)
+            torch._dynamo.reset()
+            theirs = loss(half, batch)
+    assert not torch.equal(ours, theirs)
+    error, usual = (ours - exact).norm(), (theirs - exact).norm()
+    assert 0 < error <= 1.3 * usual
+    assert usual <= 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
 def test_weights_are_written_once_and_never_too_late(device: str) -> None:
     """The model follows its chain whenever that moves, by a compiled step too."""

@@ -1,8 +1,11 @@
-"""A kernel of our own, in Triton, for what no library does: cross-entropy straight from hidden states.
+"""Kernels of our own, in Triton, for what no library does, or not as quickly.
 
 Unembedding and cross-entropy in one pass. A tile of logits lives in registers, is folded into a running logsumexp in
 float32, and is gone: logits are neither stored nor rounded to half precision. For small models, whose vocabulary is
 most of their cost, this is where an observation's time goes.
+
+Causal attention of short sequences, without a gradient: libraries' kernels are made for long ones. Heads are read from
+wherever they are, and written side by side, as what comes next reads them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,70 @@ except ImportError:  # a PyTorch without CUDA comes without it
 NARROW = 128
 """The widest hidden states that are kept in registers as a whole."""
 
+ROWS = 64
+"""Queries, and keys, that a program of attention looks at together."""
+
 CHUNK_BYTES = 256 << 20
 """About how much memory the half-precision logits of the rows computed together take on the way back."""
+
+
+SHORT = 256
+"""So many tokens at most have attention of our own; not tuned for more."""
+
+WIDEST_HEAD = 128
+"""How wide heads are that it takes, at most."""
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `causal_attention` takes these, each (batch, head, token, width), with as many tokens in each."""
+    return (
+        triton is not None
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and not torch.is_grad_enabled()
+        and 1 < query.shape[2] <= SHORT
+        and query.shape[2] == key.shape[2]
+        and query.shape[3] == value.shape[3] <= WIDEST_HEAD
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    )
+
+
+@torch.library.custom_op(
+    "jostle::causal_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, float scale) -> Tensor",
+)
+def causal_attention(
+    query: Float[Tensor, "batch head token width"],
+    key: Float[Tensor, "batch key_head token width"],
+    value: Float[Tensor, "batch key_head token width"],
+    scale: float,
+) -> Float[Tensor, "batch token head width"]:
+    """Return softmax(scale·QKᵀ)V of every head, where no token looks at later ones; no gradient.
+
+    Reference: the softmax without its matrix, Dao et al., *FlashAttention*, 2022.
+    """
+    batch, heads, length, width = query.shape
+    out = torch.empty(batch, length, heads, width, device=query.device, dtype=query.dtype)
+    # A width between two powers of 2 is taken in two parts: 80 is 64 and 16, where one part would be 128.
+    first = 1 << (width.bit_length() - 1)
+    rest = 0 if first == width else max(16, triton.next_power_of_2(width - first))
+    if first < 16:
+        first, rest = 16, 0
+    places = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
+    grid = (batch * heads, triton.cdiv(length, ROWS))
+    _causal_attention[grid](
+        query, key, value, out, *places, heads, heads // key.shape[1], length, scale * LOG2_E.value,
+        WIDTH=width, FIRST=first, REST=rest, BM=ROWS, BN=ROWS, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@causal_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    batch, heads, length, width = query.shape
+    return query.new_empty(batch, length, heads, width)
 
 
 def can_score(hidden: Tensor, head: object) -> bool:
@@ -159,6 +224,61 @@ def _backward_wide(hidden, weight, bias, targets, logsumexp, gradient, scale, ca
 
 if triton is not None:
     LOG2_E = tl.constexpr(1.4426950408889634)
+
+    @triton.jit
+    def _causal_attention(
+        query, key, value, out,
+        query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
+        heads, queries_a_key, length, factor,
+        WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ):  # fmt: skip
+        batch = (tl.program_id(0) // heads).to(tl.int64)
+        head = tl.program_id(0) % heads
+        # Later tokens look at more: those are begun first.
+        begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
+        row = begin + tl.arange(0, BM)
+        column = tl.arange(0, BN)
+        inner, further = tl.arange(0, FIRST), FIRST + tl.arange(0, REST if REST else 16)
+        inside, beyond = (inner < WIDTH)[None, :], (further < WIDTH)[None, :]
+        exists = (row < length)[:, None]
+        query += batch * query_batch + head * query_head
+        key += batch * key_batch + (head // queries_a_key) * key_head
+        value += batch * value_batch + (head // queries_a_key) * value_head
+        own = query + row[:, None] * query_token
+        q = tl.load(own + inner[None, :], mask=exists & inside, other=0.0)
+        if REST:
+            q_rest = tl.load(own + further[None, :], mask=exists & beyond, other=0.0)
+            result_rest = tl.zeros((BM, REST), tl.float32)
+        result = tl.zeros((BM, FIRST), tl.float32)
+        largest = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        for start in range(0, begin + BM, BN):
+            place = start + column
+            known = (place < length)[:, None]
+            keys, values = key + place[:, None] * key_token, value + place[:, None] * value_token
+            k = tl.load(keys + inner[None, :], mask=known & inside, other=0.0)
+            scores = tl.dot(q, k.T)
+            if REST:
+                k_rest = tl.load(keys + further[None, :], mask=known & beyond, other=0.0)
+                scores = tl.dot(q_rest, k_rest.T, scores)
+            # A token looks at itself at least, so that no row is without a finite number.
+            scores = tl.where(row[:, None] >= place[None, :], factor * scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, axis=1))
+            shrunk = tl.exp2(largest - larger)
+            chances = tl.exp2(scores - larger[:, None])
+            total = total * shrunk + tl.sum(chances, axis=1)
+            largest = larger
+            chances = chances.to(value.dtype.element_ty)
+            v = tl.load(values + inner[None, :], mask=known & inside, other=0.0)
+            result = tl.dot(chances, v, result * shrunk[:, None])
+            if REST:
+                v_rest = tl.load(values + further[None, :], mask=known & beyond, other=0.0)
+                result_rest = tl.dot(chances, v_rest, result_rest * shrunk[:, None])
+        written = out + ((batch * length + row[:, None]) * heads + head) * WIDTH
+        tl.store(written + inner[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=exists & inside)
+        if REST:
+            rest = (result_rest / total[:, None]).to(out.dtype.element_ty)
+            tl.store(written + further[None, :], rest, mask=exists & beyond)
 
     @triton.jit
     def _linear_cross_entropy(

@@ -360,15 +360,35 @@ def _without_masks(network: Any, tokens: Int[Tensor, "batch token"]) -> contextl
         return contextlib.nullcontext()
     if network not in _NEEDS_NO_MASK:
         from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        AttentionInterface.register(_CAUSAL_ATTENTION, sdpa_attention_forward)
+        AttentionInterface.register(_CAUSAL_ATTENTION, _causal_attention())
         with torch.no_grad():
             expected = network.base_model(input_ids=tokens[:1])[0]
             with _attention(config):
                 found = network.base_model(input_ids=tokens[:1])[0]
         _NEEDS_NO_MASK[network] = _agree(network, found, expected)
     return _attention(config) if _NEEDS_NO_MASK[network] else contextlib.nullcontext()
+
+
+def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
+    """Attention as Hugging Face models call it: PyTorch's, and of short sequences on a GPU our own."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not torch.cuda.is_available():
+        return sdpa_attention_forward
+    from jostle.kernels import can_attend, causal_attention
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if causal and attention_mask is None and can_attend(query, key, value):
+            scale = options.get("scaling")
+            return causal_attention(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    return attend
 
 
 @contextlib.contextmanager
