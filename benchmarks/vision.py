@@ -24,7 +24,8 @@ from jostle.attributors import ekfac
 TRAIN, QUERY, SAMPLED, BATCH = 4_750, 2_000, 47_500, 1_024
 CHAINS, DRAWS, THIN = 4, 100, 10
 STEP_SIZE, N_BETA, LOCALIZATION = 1e-5, 200.0, 1e4
-WAYS = ["jostle bfloat16", "jostle", "algorithm 1, eager"]
+CONVOLUTIONS = "its convolutions alone"
+WAYS = ["jostle bfloat16 compiled", "jostle bfloat16", CONVOLUTIONS]
 ALL_QUERIES, SCORING_BATCH = 10_000, 1_000
 FULL_WAYS = ["jostle, without a gradient", "jostle, as in the paper", "EK-FAC"]
 
@@ -62,6 +63,52 @@ def flops() -> float:
     """Floating-point operations of the whole run: 236 million a forward pass of one image, and twice that back."""
     macs = 961 * 24 * 64 * 9 + 225 * (64 * 64 + 64 * 256) * 9 + 49 * 2 * 256 * 256 * 9 + 9 * 256 * 256 * 9
     return 2 * macs * CHAINS * DRAWS * (3 * THIN * BATCH + TRAIN + QUERY)
+
+
+def convolutions_alone(model: nn.Module) -> float:
+    """Seconds that the convolutions of the run take by themselves, as the library makes them in bfloat16."""
+    seen: list[tuple[nn.Conv2d, tuple[int, ...]]] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        assert isinstance(module, nn.Conv2d)
+        seen.append((module, tuple(inputs[0].shape[1:])))
+
+    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, nn.Conv2d)]
+    with torch.no_grad():
+        model(images(1, 0, "cuda")[0])
+    for hook in hooks:
+        hook.remove()
+
+    def seconds(work: Callable[[], Any], repeated: int = 20) -> float:
+        for _ in range(3):
+            work()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeated):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / repeated
+
+    forward = backward = 0.0
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    with torch.backends.cudnn.flags(benchmark=True):
+        for number, (module, shape) in enumerate(seen):
+            x, w = (
+                torch.randn(*size, **kind).contiguous(memory_format=torch.channels_last)
+                for size in ((BATCH, *shape), module.weight.shape)
+            )
+            padding: Any = module.padding
+            out = torch.randn_like(F.conv2d(x, w, padding=padding))
+            forward += seconds(lambda x=x, w=w, padding=padding: F.conv2d(x, w, padding=padding))
+            for wanted in ([True, False, False], [False, True, False]):
+                if number or wanted[1]:  # nothing asks for the gradient of an image
+                    backward += seconds(
+                        lambda out=out, x=x, w=w, padding=padding, wanted=wanted: torch.ops.aten.convolution_backward(
+                            out, x, w, None, [1, 1], padding, [1, 1], False, [0, 0], 1, wanted
+                        )
+                    )
+    return CHAINS * DRAWS * (THIN * (forward + backward) + forward * (TRAIN + QUERY) / BATCH)
 
 
 def with_jostle(model: nn.Module, draws: int, precision: Any, compile: bool | None) -> float:
@@ -124,6 +171,7 @@ def bench(peak: float, variants: list[str], table: dict[str, Any], save: Callabl
         "jostle": lambda draws: with_jostle(model, draws, "model", None),
         "jostle compiled": lambda draws: with_jostle(model, draws, "model", True),
         "algorithm 1, eager": lambda draws: by_the_book(model, draws),
+        CONVOLUTIONS: lambda _: convolutions_alone(model),
     }
     floor = flops() / peak
     table |= {"weights": count, "floor": {"seconds": floor}}

@@ -24,8 +24,8 @@ except ImportError:  # a PyTorch without CUDA comes without it
 NARROW = 128
 """The widest hidden states that are kept in registers as a whole."""
 
-ROWS = 64
-"""Queries, and keys, that a program of attention looks at together."""
+QUERIES, KEYS = 64, 32
+"""How many of each a program of attention looks at together."""
 
 CHUNK_BYTES = 256 << 20
 """About how much memory the half-precision logits of the rows computed together take on the way back."""
@@ -76,10 +76,10 @@ def causal_attention(
     if first < 16:
         first, rest = 16, 0
     places = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
-    grid = (batch * heads, triton.cdiv(length, ROWS))
+    grid = (batch * heads, triton.cdiv(length, QUERIES))
     _causal_attention[grid](
         query, key, value, out, *places, heads, heads // key.shape[1], length, scale * LOG2_E.value,
-        WIDTH=width, FIRST=first, REST=rest, BM=ROWS, BN=ROWS, num_warps=4, num_stages=2,
+        WIDTH=width, FIRST=first, REST=rest, BM=QUERIES, BN=KEYS, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 

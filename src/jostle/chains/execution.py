@@ -28,8 +28,8 @@ log = logging.getLogger("jostle")
 
 Result = TypeVar("Result")
 
-WORTH_COMPILING = 240.0
-"""A run that would take more seconds than this on a GPU is compiled: that saves a fifth of them, and takes about 50."""
+WORTH_COMPILING = 100.0
+"""A run that would take more seconds than this on a GPU is compiled, which takes 15 to 30 and saves a fifth or more."""
 
 WORTH_TRYING = 60.0
 """A run on a CPU that would take fewer seconds than this is not tried in other ways than the plain one."""

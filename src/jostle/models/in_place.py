@@ -31,9 +31,6 @@ log = logging.getLogger("jostle")
 LENGTH_STEP = 16
 """Minibatches of sequences are padded to a multiple of this on a GPU, so that few shapes are recorded."""
 
-TUNING = {"coordinate_descent_tuning": True}
-"""How to compile: as shipped, kernels that only pass over memory reach half of its speed."""
-
 
 class InPlace(FunctionalModel):
     """The model, lent for sampling: a context manager that gives it back as it was.
@@ -305,11 +302,11 @@ class InPlace(FunctionalModel):
 
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
-    """Compile as "inductor" does, with kernels tuned, and with our error function."""
+    """Compile as "inductor" does, with our error function."""
     from torch._inductor import compile_fx, decomposition
 
     replaced = {**decomposition.select_decomp_table(), torch.ops.aten.erf.default: error_function}
-    return compile_fx.compile_fx(graph, inputs, config_patches=TUNING, decompositions=replaced)
+    return compile_fx.compile_fx(graph, inputs, decompositions=replaced)
 
 
 def error_function(x: Tensor) -> Any:
