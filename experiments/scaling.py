@@ -196,8 +196,9 @@ def timing_kronfluence() -> Iterator[dict[str, float]]:
 
 
 def time_stages(
-    model: Any, train: Rows, query: Rows, fit_size: int, weights: str, directory: Path, *, fit_data: Rows | None = None
-) -> dict[str, float]:
+    model: Any, train: Rows, query: Rows, fit_size: int, weights: str, directory: Path | None = None, *,
+    fit_data: Rows | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Fit, on the first of the training data unless there is other, and score; what the directory has is taken."""
     low: dict[str, Any] = {"use_iterative_lambda_aggregation": True}
     scoring: dict[str, Any] = {}
@@ -220,14 +221,10 @@ def time_ekfac(model: Any, shape: Shape, train: Rows, query: Rows, quick: bool) 
     weights = PRESET["weights"] if whole else FIRST_BLOCK
     scratch = Path(tempfile.mkdtemp())
     try:
-        time_stages(model, train[:FIT_BATCH], query, FIT_BATCH, SMALL_LAYER, scratch / "first")  # it loads kernels
-        shutil.rmtree(scratch / "first")
+        time_stages(model, train[:FIT_BATCH], query, FIT_BATCH, SMALL_LAYER)  # it loads kernels
         passes = {
-            size: time_stages(model, train, query, size, SMALL_LAYER, scratch / f"small-{size}")
-            for size in (() if whole else (fewer, more))
+            size: time_stages(model, train, query, size, SMALL_LAYER) for size in (() if whole else (fewer, more))
         }
-        for size in passes:
-            shutil.rmtree(scratch / f"small-{size}")
         measured = {more: time_stages(model, train, query, more, weights, scratch / "more")}
         disk = sum(path.stat().st_size for path in scratch.rglob("*.safetensors")) / 1e9
         # Eigenvectors take as long whatever they were fitted on: the second fit has the first one's.

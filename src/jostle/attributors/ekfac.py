@@ -217,13 +217,14 @@ def _fitted(
             "strategy": "ekfac", "use_empirical_fisher": not sampled,
             "has_shared_parameters": any(calls[layer] > 1 for layer in layers), **(factor_arguments or {}),
         })  # fmt: skip
-        if directory is None:
-            directory = stack.enter_context(tempfile.TemporaryDirectory())
-        about["seed"] = _require_same(Path(directory), seed, {
-            "weights": fingerprint_tensors(model.state_dict()), "fit_data": data["fit_data"].fingerprint(),
-            "layers": layers, "factors": factors.to_str_dict(),
-            "loss": repr(loss) if sampled else type(loss).__name__,
-        })  # fmt: skip
+        if directory is None:  # where nothing can be found that was fitted before, nothing has to be recognised
+            directory, about["seed"] = stack.enter_context(tempfile.TemporaryDirectory()), seed
+        else:
+            about["seed"] = _require_same(Path(directory), seed, {
+                "weights": fingerprint_tensors(model.state_dict()), "fit_data": data["fit_data"].fingerprint(),
+                "layers": layers, "factors": factors.to_str_dict(),
+                "loss": repr(loss) if sampled else type(loss).__name__,
+            })  # fmt: skip
         if layers == [""]:  # a model that is itself a layer: kronfluence replaces layers in what holds them
             copied, layers = nn.Sequential(copied), ["0"]
         task = _task(tasks.Task, loss, layers, factors.has_shared_parameters)
