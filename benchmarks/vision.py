@@ -92,7 +92,7 @@ def convolutions_alone(model: nn.Module) -> float:
 
     forward = backward = 0.0
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    with torch.backends.cudnn.flags(benchmark=True):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
         for number, (module, shape) in enumerate(seen):
             x, w = (
                 torch.randn(*size, **kind).contiguous(memory_format=torch.channels_last)
