@@ -901,6 +901,22 @@ def test_ekfac_of_a_language_model() -> None:
 
 
 @kronfluence
+@pytest.mark.parametrize("empirical", [True, False])
+def test_ekfac_knows_what_is_padding(empirical: bool) -> None:
+    """Of texts of very different lengths, in batches and one by one; labels that are drawn differ a little."""
+    generator = np.random.default_rng(0)
+    texts = [{"input_ids": generator.integers(1, 90, size=length).tolist()} for length in (3, 4, 30, 5, 3, 4, 28, 3)]
+    one, some = (
+        ekfac(
+            tiny("gpt-neox"), texts, texts[:3], loss=jostle.losses.next_token(), weights="mlp", damping=1e-3,
+            batch_size=size, factor_arguments={"use_empirical_fisher": empirical},
+        ).values
+        for size in (1, 8)
+    )  # fmt: skip
+    assert np.linalg.norm(some - one) < (1e-4 if empirical else 0.1) * np.linalg.norm(one)
+
+
+@kronfluence
 def test_ekfac_needs_a_layer_to_factor() -> None:
     with pytest.raises(jostle.InputError, match="without a linear or convolutional layer"):
         ekfac(tiny("llama"), [[1, 2]], [[1, 2]], loss=jostle.losses.next_token(), weights="norm")

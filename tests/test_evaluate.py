@@ -125,6 +125,38 @@ def test_methods_are_measured_together_as_each_by_itself(
     assert by_itself["noisy"][0].each[3] == 0
 
 
+def test_methods_against_another_one(tmp_path: Path) -> None:
+    """The difference of two that err alike is known better than either is."""
+    bank, truth, _ = planted(tmp_path / "bank", noise=3.0, subsets=40)
+    generator = np.random.default_rng(5)
+    noisy = truth.values + generator.normal(size=truth.values.shape)
+    given = {"truth": truth, "worse": noisy, "as bad": noisy + 0.02 * generator.normal(size=noisy.shape)}
+    report = compare(bank, given, against="worse", bootstrap=50)
+    rows = {row.method: row for row in report.rows}
+    assert rows["worse"].more is None
+    for name in ("truth", "as bad"):
+        more, expected = rows[name].more, lds(bank, given[name], bootstrap=50) - lds(bank, noisy, bootstrap=50)
+        assert more is not None
+        assert (more.value, more.standard_error) == pytest.approx((expected.value, expected.standard_error))
+    better, level = rows["truth"].more, rows["as bad"].more
+    assert better is not None
+    assert level is not None
+    assert better.interval[0] > 0
+    assert level.interval[0] < 0 < level.interval[1]
+    assert 20 * level.standard_error < rows["worse"].per_query.standard_error
+    heading, *lines = str(report).splitlines()[2:9]
+    place = heading.index("difference") + len("difference")
+    half = (better.interval[1] - better.interval[0]) / 2
+    assert lines[0][:place].endswith(f"  +{better.value:.3f} ± {half:.3f}")
+    assert lines[1][place - 8 : place] == 8 * " "
+    assert report.notes[-1] == "difference: how far the LDS per query is above that of worse, on the same resamples"
+    assert report.to_dict()["methods"][0]["more"]["value"] == better.value
+    with pytest.raises(
+        jostle.InputError, match="against: got 'EK-FAC', expected one of the methods: truth, worse, as bad"
+    ):
+        compare(bank, given, against="EK-FAC")
+
+
 def test_controls_tell_the_two_definitions_apart(tmp_path: Path) -> None:
     """What knows only how hard a query is gets nothing per query, and nearly everything per subset."""
     bank, _, difficulty = planted(tmp_path / "bank", noise=1.0)
@@ -528,6 +560,28 @@ def test_other_observables_are_refused_before_anything_is_trained(tmp_path: Path
     with pytest.raises(jostle.InputError, match="got none, expected those of the bank: margin; choose another"):
         retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 3), out=tmp_path)
     assert not Bank(tmp_path).failures
+
+
+def test_another_loss_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    def own(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def go_on(place: str, loss: Any) -> None:
+        retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 2), out=tmp_path / place, loss=loss)
+
+    smoothed, plain = jostle.losses.classification(label_smoothing=0.1), jostle.losses.classification()
+    go_on("ours", None)
+    go_on("ours", plain)
+    differs = (
+        r"loss is Classification\(label_smoothing=0.1\), expected Classification\(label_smoothing=0.0\), expected the"
+    )
+    for other, words in ((smoothed, differs), (own, r"loss is a function of your own, expected Classification")):
+        with pytest.raises(jostle.InputError, match=words):
+            go_on("ours", other)
+    go_on("own", own)
+    go_on("own", own)
+    with pytest.raises(jostle.InputError, match="expected a function of your own"):
+        go_on("own", None)
 
 
 def test_a_bank_that_is_open_twice_has_one_of_everything(tmp_path: Path) -> None:

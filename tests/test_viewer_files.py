@@ -177,6 +177,7 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
     [
         (["view", "nowhere"], "nowhere, which is no directory"),
         (["view", "nowhere.safetensors"], "which does not exist"),
+        (["view", "scores.safetensors"], "scores alone, expected a run of the same examples beside them"),
         (["report", "texts", "-o", "x.html", "-q", 9], "an index from 0 to 2"),
         (["report", "texts", "-o", "x.gif"], "a name ending in .html"),
         (["report", "texts", "scores.safetensors", "-o", "x.png"], "x.png, a figure, of 2, expected one run"),
@@ -184,7 +185,7 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
         (["report", "plain", "-o", "x.png"], "a run without texts or images"),
         (["report", "scores.safetensors", "-o", "x.html"], "a run of the same examples beside them"),
         (["report", "texts", "scores.safetensors", "-o", "x.html"], "scores of 30 training examples for 3 queries"),
-        (["report", "scores.safetensors", "-o", "x.png"], "a run directory first"),
+        (["report", "scores.safetensors", "-o", "x.png"], "a run of the same examples beside them"),
         (["view", "texts", "--port", 0], ""),
     ],
 )

@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -166,7 +166,7 @@ class _Regression:
 
 @dataclass(frozen=True)
 class _NextToken:
-    chunk_bytes: int
+    chunk_bytes: int = field(repr=False)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
         tokens = batch["input_ids"]
@@ -370,6 +370,11 @@ def _without_masks(network: Any, tokens: Int[Tensor, "batch token"]) -> contextl
     return _attention(config) if _NEEDS_NO_MASK[network] else contextlib.nullcontext()
 
 
+_UNDERSTOOD = {"scaling", "is_causal", "position_ids", "cache_position", "sliding_window", "use_cache"}
+"""What our attention may be told: all but the first two changes nothing where a sequence is whole, and no longer than
+a window."""
+
+
 def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
     """Attention as Hugging Face models call it: PyTorch's, and of short sequences on a GPU our own."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -383,9 +388,13 @@ def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        if causal and attention_mask is None and can_attend(query, key, value):
+        heads = query, key, value
+        if torch.is_autocast_enabled("cuda"):  # as for PyTorch's, of whose operations this is none
+            heads = tuple(one.to(torch.get_autocast_dtype("cuda")) for one in heads)
+        asked = {name for name, value in options.items() if isinstance(value, Tensor) or value} - _UNDERSTOOD
+        if causal and attention_mask is None and not asked and can_attend(*heads):
             scale = options.get("scaling")
-            return causal_attention(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale), None
+            return causal_attention(*heads, query.shape[-1] ** -0.5 if scale is None else scale), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     return attend

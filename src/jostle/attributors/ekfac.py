@@ -227,7 +227,8 @@ def _fitted(
             })  # fmt: skip
         if layers == [""]:  # a model that is itself a layer: kronfluence replaces layers in what holds them
             copied, layers = nn.Sequential(copied), ["0"]
-        task = _task(tasks.Task, loss, layers, factors.has_shared_parameters)
+        empirical = factors.use_empirical_fisher
+        task = _task(tasks.Task, loss, layers, shared=factors.has_shared_parameters, empirical=empirical)
         torch.manual_seed(seed)
         analyzer = analyzing.Analyzer(
             "ekfac", analyzing.prepare_model(copied, task), task, cpu=device.type == "cpu", disable_tqdm=True,
@@ -362,7 +363,7 @@ class _Samples(torch.utils.data.Dataset):
         return self._data.sample(index)
 
 
-def _task(base: type, loss: Loss, layers: list[str], shared: bool) -> Any:
+def _task(base: type, loss: Loss, layers: list[str], *, shared: bool, empirical: bool) -> Any:
     """What kronfluence asks of a task, answered by one of our losses."""
 
     class Task(base):
@@ -375,7 +376,11 @@ def _task(base: type, loss: Loss, layers: list[str], shared: bool) -> Any:
         def compute_train_loss(self, batch: Batch, model: nn.Module, sample: bool = False) -> Tensor:
             if sample:
                 return _sampled_loss(model, batch, loss)
-            return sample_means(loss(model, batch), loss, batch).sum()
+            if empirical and isinstance(batch, dict):
+                # Not as one that is known to be padded on the right: of such, a loss may leave out a token, and factors
+                # that are fitted to it would no longer know which activations are padding.
+                batch = dict(batch)
+            return self.compute_measurement(batch, model)
 
         def compute_measurement(self, batch: Batch, model: nn.Module) -> Tensor:
             return sample_means(loss(model, batch), loss, batch).sum()

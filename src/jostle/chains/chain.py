@@ -18,7 +18,7 @@ from jostle.chains.observing import Known, Observer
 from jostle.chains.thermometer import Thermometer, directions_of
 from jostle.config import Config
 from jostle.data.datasets import Data
-from jostle.losses import Loss, at_least_float32
+from jostle.losses import OURS, Loss, at_least_float32
 from jostle.models.functional import FunctionalModel, Observable
 from jostle.models.in_place import InPlace
 from jostle.samplers import Statistics
@@ -142,16 +142,28 @@ class Dynamics:
         n = len(self._sampling_data)
         return randomness.minibatches(config.seed, sources, group.step, size=config.batch_size, of=n)
 
-    def is_worth_sharing(self, config: Config) -> bool:
-        """Whether a draw's minibatch is worth going through the model once instead of twice (`shares_passes`)."""
-        model, size = self.model, config.batch_size
-        if not (isinstance(model, InPlace) and model.observes_as_it_moves and config.posterior.n_beta):
+    @property
+    def can_share_passes(self) -> bool:
+        """Whether the losses of a gradient's pass are those of an observation (`shares_passes`), to rounding."""
+        model, config = self.model, self.config
+        alike = isinstance(model, InPlace) and model.observes_as_it_moves and self._shared_set is not None
+        part = bool(config.posterior.n_beta) and config.batch_size < len(self._sampling_data)
+        # Of others' losses it is not known that a token has its column however long the batch's other sequences are.
+        return alike and part and not config.control_variates and type(self._potential_loss) in OURS
+
+    def is_worth_sharing(self, thin: int) -> bool:
+        """Whether, at so many steps a draw, going through its minibatch once instead of twice saves something."""
+        model, size = self.model, self.config.batch_size
+        if not self.can_share_passes:
             return False
-        if self._shared_set is None or config.control_variates or size >= len(self._sampling_data):
-            return False
+        assert isinstance(model, InPlace)
         observed = sum(observer.columns.samples for observer in self._observers.values())
         # The gradient, and room to spare, since it is there while all else is observed.
-        return size >= WORTH_SHARING * (observed + 3 * size * config.thin) and model.has_room_for_gradients(3)
+        return size >= WORTH_SHARING * (observed + 3 * size * thin) and model.has_room_for_gradients(3)
+
+    def beside_steps(self, observation: float, step: float) -> float:
+        """Of the seconds of an observation, those that come to the steps': it may have the gradient of the next one."""
+        return max(0.0, observation - step) if self.shares_passes else observation
 
     def _gradient_and_known(self, group: Group) -> tuple[Tensor | None, dict[str, Known]]:
         """The gradient of the next step, and the losses that come with it, where passes are shared."""
@@ -163,9 +175,13 @@ class Dynamics:
         (chosen,) = self._minibatches(group)
         try:
             gradient, losses = model.gradient_and_losses(self._potential_loss, group.weights[0], data, chosen)
-        except torch.OutOfMemoryError:  # what comes next goes through the minibatch in pieces
-            return None, {}
-        return gradient[None], {name: Known(chosen, losses)}
+            return gradient[None], {name: Known(chosen, losses)}
+        except torch.OutOfMemoryError:
+            self.shares_passes = False
+        # Only here: an error that is being handled holds on to the memory of what failed.
+        model.free_memory()
+        log.warning("out of memory: minibatches go through the model twice a draw from here on")
+        return None, {}
 
     def new_thermometer(self, most: int) -> Thermometer | None:
         """Return one with so many directions: gradients at draws of the localization alone. None where these are 0."""
@@ -183,7 +199,8 @@ class Dynamics:
         self.model.let_go()
         if directions is None:
             return None
-        return Thermometer(directions, self._center, posterior, self.model.crew, compiled=self._compiled)
+        compiled = self._compiled and self.model.device.type == "cuda"
+        return Thermometer(directions, self._center, posterior, self.model.crew, compiled=compiled)
 
     def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""

@@ -28,8 +28,8 @@ log = logging.getLogger("jostle")
 
 Result = TypeVar("Result")
 
-WORTH_COMPILING = 100.0
-"""A run that would take more seconds than this on a GPU is compiled, which takes 15 to 30 and saves a fifth or more."""
+WORTH_COMPILING = 150.0
+"""A run that would take more seconds than this on a GPU is compiled, which takes 14 to 36 and saves about a quarter."""
 
 WORTH_TRYING = 60.0
 """A run on a CPU that would take fewer seconds than this is not tried in other ways than the plain one."""
@@ -99,7 +99,7 @@ def choose(
     on_gpu = alone.model.device.type == "cuda"
     if not on_gpu and (together is not None or not compile):
         return _choose_on_cpu(config, together or alone, spread, at_once if together else 1, interrupted)
-    alone.shares_passes = on_gpu and alone.is_worth_sharing(config)
+    alone.shares_passes = alone.is_worth_sharing(config.thin)
     if together is not None:
         one, several = _estimate(alone, config, 1), _estimate(together, config, at_once)
         log.info("about %.0f s one chain after another, %.0f s with %d side by side", one, several, at_once)
@@ -199,7 +199,8 @@ def make_ready(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> N
     """Make chains run in the way that was chosen, until the model is given back."""
     if not execution.onednn:
         in_place.until_given_back(onednn(False))
-    model, dynamics.shares_passes = dynamics.model, execution.shares_passes
+    # A run may be resumed by arguments, or on processes, that do not allow what it was begun with.
+    model, dynamics.shares_passes = dynamics.model, execution.shares_passes and dynamics.can_share_passes
     if not isinstance(model, InPlace):
         return
     if execution.compiled and not model.compiled:
@@ -210,7 +211,7 @@ def make_ready(execution: Execution, dynamics: Dynamics, in_place: InPlace) -> N
 
 
 def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
-    """What is seen, and which way it goes, at w*; and how long an observation and a step take."""
+    """What is seen, and which way it goes, at w*; and how long a step takes, and an observation beside it."""
     group = dynamics.start(list(range(chains)))
     values, seconds = [], []
     every = -(-group.weights.shape[1] // COMPARED_ENTRIES)
@@ -224,7 +225,8 @@ def probe(dynamics: Dynamics, chains: int) -> tuple[list[Tensor], float, float]:
         seconds.append(taken)
     dynamics.advance(group)
     dynamics.model.let_go()
-    return values, seconds[0], seconds[1]
+    observation, step = seconds
+    return values, dynamics.beside_steps(observation, step), step
 
 
 def timed(dynamics: Dynamics, work: Callable[[], Result]) -> tuple[Result, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -42,6 +43,18 @@ class Known(NamedTuple):
 
     examples: np.ndarray
     losses: Float[Tensor, "example ..."]
+
+
+class _Table(NamedTuple):
+    """Where losses are put by example and place in it, whether they were known or observed.
+
+    Attributes:
+        width: the places of an example.
+        entries: of every column, where in the flat table it is.
+    """
+
+    width: int
+    entries: Int[Tensor, " column"]
 
 
 class Observer:
@@ -107,7 +120,7 @@ class Observer:
         self._indices = [_as_range(chosen) for chosen in np.split(order, range(batch_size, len(order), batch_size))]
         self._entries: list[Tensor | None] = []
         self._widths: list[int] = []
-        self._others: Others | None = None
+        self._table: _Table | None = None
         self._batches: list[ObservedBatch] | None = []
         center = model.moving.center[None]
         losses, lengths, positions, kept = [], [], [], 0
@@ -129,7 +142,7 @@ class Observer:
         return torch.cat(losses), np.concatenate(lengths), np.concatenate(positions)
 
     def observes(self, data: Data, loss: Loss) -> bool:
-        """Whether this is what it observes, all of it, wherever its batches can be made on the device."""
+        """Whether this is what it observes, all of it, and its batches can be made on the device."""
         return self._data is data and self._loss is loss and len(self._order) == len(data) and data.on_device
 
     def __call__(
@@ -156,59 +169,34 @@ class Observer:
         """The same, of one chain some of whose losses are known."""
         assert isinstance(model, InPlace)
         assert len(weights) == 1
-        if self._others is None:
+        if self._table is None:
             width = max(self._widths)
             parts = zip(self._indices, self._entries, self._widths, strict=True)
             entries = torch.from_numpy(np.concatenate([_in_table(*part, width) for part in parts])).to(model.device)
-            entries = self._in_order(entries[None])[0]
-            self._others = Others(self._loss, self._data, self._order, self.batch_size, entries, width)
-        parts = self._others.split(known.examples)
+            self._table = _Table(width, self._in_order(entries[None])[0])
+        is_known = np.zeros(len(self._data), bool)
+        is_known[known.examples] = True
+        parts = self._order[~is_known[self._order]], known.examples
         left, rows = (torch.from_numpy(those).to(model.device, non_blocking=True) for those in parts)
         losses = at_least_float32(known.losses.flatten(1) if known.losses.ndim > 1 else known.losses[:, None])
-        losses = F.pad(losses, (0, self._others.width - losses.shape[1]))
-        key = ("others", id(self._others))
-        return model.evaluate_tensors(key, self._others, weights[0], left, rows, losses)[None]
+        losses = F.pad(losses, (0, self._table.width - losses.shape[1]))
+        fill = functools.partial(self._fill, self._table)
+        return model.evaluate_tensors(("others", id(self)), fill, weights[0], left, rows, losses)[None]
 
-    def _in_order(self, values: Float[Tensor, "chain column"]) -> Float[Tensor, "chain column"]:
-        return values if self._columns_in_order is None else values[:, self._columns_in_order]
-
-
-class Others:
-    """Observes all examples but some, in shapes that do not depend on which: one recording holds for all draws.
-
-    Losses are put into a table of all examples, from which each column reads its own.
-
-    Args:
-        loss: what is observed.
-        data: the data set.
-        order: its examples, as they are observed.
-        batch_size: examples in one forward pass.
-        entries: of every column, its place in the flat table.
-        width: of the table.
-    """
-
-    def __init__(
-        self, loss: Loss, data: Data, order: np.ndarray, batch_size: int, entries: Int[Tensor, " column"], width: int
-    ) -> None:
-        self._loss, self._data, self._order, self._batch_size = loss, data, order, batch_size
-        self._entries, self.width = entries, width
-
-    def split(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the examples that are left, as they are observed, and those that are known."""
-        is_known = np.zeros(len(self._order), bool)
-        is_known[known] = True
-        return self._order[~is_known[self._order]], known
-
-    def __call__(
+    def _fill(
         self,
+        table: _Table,
         model: nn.Module,
         left: Int[Tensor, " other"],
         rows: Int[Tensor, " known"],
         losses: Float[Tensor, "known width"],
     ) -> Float[Tensor, " column"]:
-        """Return the losses of all columns, from those that are left and those that are known."""
-        table = losses.new_zeros(len(self._order), self.width).index_copy_(0, rows, losses)
-        size = _equal(len(left), self._batch_size)
+        """The losses of all columns, from the examples that are left and those that are known.
+
+        In shapes that do not depend on which these are: one recording holds for all draws.
+        """
+        filled = losses.new_zeros(len(self._order), table.width).index_copy_(0, rows, losses)
+        size = _equal(len(left), self.batch_size)
         for first in range(0, len(left), size):
             some = left[first : first + size]
             # The last of these is at most as many places further on in the order as there are examples known.
@@ -216,8 +204,11 @@ class Others:
             batch = self._data.gather(some, self._data.longest(self._order[last : last + 1]))
             values = at_least_float32(self._loss(model, batch))
             values = values if values.ndim > 1 else values[:, None]
-            table[:, : values.shape[1]].index_copy_(0, some, values)
-        return table.flatten()[self._entries]
+            filled[:, : values.shape[1]].index_copy_(0, some, values)
+        return filled.flatten()[table.entries]
+
+    def _in_order(self, values: Float[Tensor, "chain column"]) -> Float[Tensor, "chain column"]:
+        return values if self._columns_in_order is None else values[:, self._columns_in_order]
 
 
 def _in_table(chosen: range | np.ndarray, entries: Tensor | None, width: int, of: int) -> Int[np.ndarray, " column"]:

@@ -36,6 +36,9 @@ weights."""
 BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """So many numbers are looked at at once, which caches have room for: nothing is copied as a whole."""
 
+COMPILED_BLOCK = 1 << 26
+"""The same where it is compiled, and copies nothing; still blocks, for where the compiler gives up."""
+
 SAME = 0.05
 """What is left of a gradient along no direction so far, relatively: if less, it is mostly rounding."""
 
@@ -48,7 +51,7 @@ class Thermometer:
         center: w*.
         posterior: what the chains sample.
         crew: the processes that hold the weights.
-        compiled: whether to read in one pass over memory, for one chain at a time.
+        compiled: whether to read in one pass over memory.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Thermometer:
         compiled: bool = False,
     ) -> None:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
-        self._compiled = torch.compile(_along, dynamic=False) if compiled else None
+        self._along, self._block = _along, None
+        if compiled:
+            self._along, self._block = torch.compile(_along, dynamic=False), COMPILED_BLOCK
         wide = ((directions[:, part].double(), center[part].double()) for part in _blocks(directions))
         found = [torch.stack([vectors.square().sum(1), vectors @ at]) for vectors, at in wide]
         squares, self._center_along = crew.sum(torch.stack(found).sum(0))
@@ -72,10 +77,10 @@ class Thermometer:
     ) -> Float[Tensor, "chain 1"]:
         """Return the temperature of each chain at these weights, by the gradient of its minibatch there."""
         rows = len(weights) * len(self.directions) if weights.is_cuda else 1
-        blocks = [slice(self.directions.shape[1])] if self._compiled else _blocks(self.directions, rows)
-        along, both = self._compiled or _along, weights.new_zeros(2, len(weights), len(self.directions))
-        for part in blocks:
-            both += along(self.directions[:, part], weights[:, part], self._center[part], mean_loss_gradient[:, part])
+        both = weights.new_zeros(2, len(weights), len(self.directions))
+        for part in _blocks(self.directions, rows, self._block):
+            center, gradient = self._center[part], mean_loss_gradient[:, part]
+            both += self._along(self.directions[:, part], weights[:, part], center, gradient)
         moved, slope = self._crew.sum(both).double()
         # The potential's gradient is linear in all of these, and so it is along a direction what it is as a whole.
         along = self._posterior.potential(self._center_along).gradient(self._center_along + moved, slope)
@@ -139,6 +144,7 @@ def _sum(crew: Crew, parts: Iterator[Tensor]) -> Tensor:
     return crew.sum(torch.stack(list(parts)).sum(0))
 
 
-def _blocks(vectors: Float[Tensor, "*some weight"], rows: int = 1) -> Iterator[slice]:
-    total, length = vectors.shape[-1], max(1, BLOCKS.get(vectors.device.type, BLOCKS["cuda"]) // rows)
+def _blocks(vectors: Float[Tensor, "*some weight"], rows: int = 1, size: int | None = None) -> Iterator[slice]:
+    total, size = vectors.shape[-1], size or BLOCKS.get(vectors.device.type, BLOCKS["cuda"])
+    length = max(1, size // rows)
     return (slice(start, min(start + length, total)) for start in range(0, max(1, total), length))

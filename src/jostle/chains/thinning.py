@@ -103,7 +103,7 @@ def choose_thin(
     walk(1)  # the first of everything is slow
     step = timed(dynamics, lambda: walk(5))[1] / 5
     dynamics.observe(group)
-    observation = timed(dynamics, lambda: dynamics.observe(group))[1]
+    observation = dynamics.beside_steps(timed(dynamics, lambda: dynamics.observe(group))[1], step)
     look()
     glance = timed(dynamics, look)[1]
     # The run's observations, by all groups of chains, one after another.

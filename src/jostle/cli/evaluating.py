@@ -14,6 +14,7 @@ from jostle.cli.shell import app, examples, kappa_of
     epilog=examples(
         ("jostle evaluate banks/a runs/a", "a run beside the controls"),
         ("jostle evaluate banks/a runs/a EK-FAC=a.safetensors", "and saved scores"),
+        ("jostle evaluate banks/a runs/a EK-FAC=a.safetensors --against EK-FAC", "and by how much it is better"),
         ("jostle evaluate banks/a runs/a --kappa 10", "also with the training losses held"),
         ("jostle evaluate banks/a runs/a --figure lds.png", "with a picture"),
         ("jostle evaluate banks/removed", "removals, brittleness"),
@@ -38,6 +39,9 @@ def evaluate(
             parser=kappa_of, metavar="K|auto", help="Also read runs at a larger n_beta than was sampled; say 10."
         ),
     ] = 0.0,
+    against: Annotated[
+        str | None, typer.Option(metavar="METHOD", help="Compare all others with this one, as the table calls it.")
+    ] = None,
     controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Scores that know nothing.")] = True,
     bootstrap: Annotated[int, typer.Option(metavar="N", min=2, help="How many times all is resampled.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -64,8 +68,9 @@ def evaluate(
     wrong = None if mislabelled is None else read_array(mislabelled)
     read, seconds, detections, texts = read_scores(scores or [], wrong, kappa)
     report = compare(
-        opened, read, texts=texts, controls=controls, seconds=seconds, mislabels=detections, bootstrap=bootstrap
-    )
+        opened, read, texts=texts, against=against, controls=controls, seconds=seconds, mislabels=detections,
+        bootstrap=bootstrap,
+    )  # fmt: skip
     if figure is not None:
         report.draw(figure)
     if as_json:

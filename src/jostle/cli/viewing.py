@@ -112,8 +112,7 @@ def report(
         from jostle.viewer.figures import draw_figure
 
         reading = sources[0].read()
-        if not isinstance(reading, Reading):
-            raise InputError("report", got="a file of scores", expected="a run directory first")
+        assert isinstance(reading, Reading)  # of one source, a run
         draw_figure(reading, output, query=query[0] if query else 0, train=train or [], token=token, k=k or 6)
         typer.echo(f"{output}: {read_at(reading.kappa, chosen=kappa == 'auto')}" if kappa else str(output))
     except UnreadableError as error:

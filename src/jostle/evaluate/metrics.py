@@ -76,9 +76,12 @@ class Measured:
         half = NORMAL_95 * self.standard_error
         return self.value - half, self.value + half
 
-    def __str__(self) -> str:
+    def __format__(self, sign: str) -> str:
         known = np.isfinite(self.standard_error)
-        return f"{self.value:.3f} ± {f'{NORMAL_95 * self.standard_error:.3f}' if known else '?'}"
+        return f"{self.value:{sign}.3f} ± {f'{NORMAL_95 * self.standard_error:.3f}' if known else '?'}"
+
+    def __str__(self) -> str:
+        return format(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON, which has no NaN."""

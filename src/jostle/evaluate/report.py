@@ -52,6 +52,7 @@ class Row:
             a correlation over queries is of no single example.
         seconds: what the scores took, where that is known.
         mislabels: what self-influence finds, where mislabelled examples were given.
+        more: by how much its headline is above that of the method it is compared with, where there is one.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Row:
     per_subset: Measured | None
     seconds: float | None = None
     mislabels: Detection | None = None
+    more: Measured | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +77,7 @@ class Row:
             "per_subset": None if self.per_subset is None else self.per_subset.to_dict(),
             "seconds": self.seconds,
             "mislabels": None if self.mislabels is None else self.mislabels.auroc.to_dict(),
+            "more": None if self.more is None else self.more.to_dict(),
         }
 
 
@@ -89,6 +92,7 @@ class Report:
         repeatability: of the retrained losses themselves; see `jostle.evaluate.repeatability`.
         removed: of a bank of removals, what they did.
         remarks: what looks like a mistake.
+        against: the method that the others are compared with.
     """
 
     rows: list[Row]
@@ -97,6 +101,7 @@ class Report:
     repeatability: float | None = None
     removed: Removal | None = None
     remarks: Sequence[str] = ()
+    against: str | None = None
 
     def __str__(self) -> str:
         return "\n\n".join(["\n".join(self.about), *map(aligned, self.tables), "\n".join(self.notes)])
@@ -113,7 +118,11 @@ class Report:
     def notes(self) -> list[str]:
         """How its tables are read."""
         headline = "per query is the headline; per subset is the paper's, where knowing how hard a query is suffices"
-        return ["± is a 95 % interval", *([headline] if self.kind == "random" else []), *self.remarks]
+        read = ["± is a 95 % interval", *([headline] if self.kind == "random" else [])]
+        if self.against is not None:
+            what = "LDS per query" if self.kind == "random" else "correlation"
+            read.append(f"difference: how far the {what} is above that of {self.against}, on the same resamples")
+        return [*read, *self.remarks]
 
     @property
     def tables(self) -> list[list[list[str]]]:
@@ -123,6 +132,9 @@ class Report:
         random = self.kind == "random"
         columns = [["method", *(row.name for row in self.rows)]]
         columns.append(["LDS per query" if random else "leave-one-out", *(str(row.per_query) for row in self.rows)])
+        if self.against is not None:
+            differences = ("" if row.more is None else f"{row.more:+}" for row in self.rows)
+            columns.append(["difference", *differences])
         if random:
             columns.append(["LDS per subset", *(str(row.per_subset) for row in self.rows)])
         if any(row.mislabels is not None for row in self.rows):
@@ -138,6 +150,7 @@ class Report:
             "kind": self.kind,
             "bank": dict(self.summary),
             "repeatability": self.repeatability,
+            "against": self.against,
             "methods": [row.to_dict() for row in self.rows],
         }
         if self.removed is not None:
@@ -173,6 +186,7 @@ def compare(
     scores: Mapping[str, Given],
     *,
     texts: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    against: str | None = None,
     controls: bool = True,
     seconds: Mapping[str, float] | None = None,
     mislabels: Mapping[str, Detection] | None = None,
@@ -186,6 +200,8 @@ def compare(
         scores: the methods, by name: `Scores`, or bare arrays of them.
         texts: the words or tokens of every training text and of every query, for the control BM25; it is left out
             where they have none in common.
+        against: the method that all others are compared with: each has its difference from it in the headline, whose
+            error is that of the difference (`Measured.__sub__`): for methods that err alike, smaller than theirs.
         controls: random scores, the difficulty of queries alone (their mean losses in the bank itself, the best that
             such a control can know), and the size of the subset alone.
         seconds: what each method took.
@@ -195,6 +211,10 @@ def compare(
     """
     require_bank(bank)
     methods = named_scores(scores)
+    if against is not None and against not in methods:
+        raise InputError(
+            "against", got=repr(against), expected=f"one of the methods: {', '.join(methods) or 'there are none'}"
+        )
     if bank.subsets.kind == "removal":
         if methods:
             raise InputError(
@@ -227,11 +247,16 @@ def compare(
     per_subset: list[Measured | None] = [None] * len(named)
     if bank.subsets.kind == "random":
         per_subset = [*lds_of(predictions, losses, per="subset", bootstrap=bootstrap, seed=seed)]
+    other = None if against is None else per_query[named.index(against)]
     rows = [
-        Row(name, name in blind, headline, papers, (seconds or {}).get(name), (mislabels or {}).get(name))
+        Row(
+            name, name in blind, headline, papers, (seconds or {}).get(name), (mislabels or {}).get(name),
+            None if other is None or name == against else headline - other,
+        )
         for name, headline, papers in zip(named, per_query, per_subset, strict=True)
-    ]
-    return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank), remarks=_remarks(losses, methods))
+    ]  # fmt: skip
+    remarks = _remarks(losses, methods)
+    return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank), remarks=remarks, against=against)
 
 
 def _remarks(losses: Float[np.ndarray, "subset seed query"], methods: Mapping[str, Scores]) -> list[str]:

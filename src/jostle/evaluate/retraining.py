@@ -24,7 +24,7 @@ from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.bank import LOSS, Bank
 from jostle.evaluate.subsets import Subsets
 from jostle.evaluate.training import TRIED, Trainer
-from jostle.losses import Loss
+from jostle.losses import OURS, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
 
@@ -107,10 +107,12 @@ def retrain(
     )  # fmt: skip
     if isinstance(train_function, Trainer):
         train_function.require_data(train, bank.about["fingerprints"]["train"], collate)
-        differs = bank._differs("training", train_function.about())
-        if differs is not None:
-            raise InputError("train_function", got=f"another training than the bank's: {differs}",
-                             expected="the same", fix="choose another directory")  # fmt: skip
+        _require_alike(bank, "train_function", "training", train_function.about())
+    loss = loss or classification_loss()
+    # Of functions that are not ours there is nothing to know them by.
+    _require_alike(
+        bank, "loss", "measure", {"loss": repr(loss)[1:] if type(loss) in OURS else "a function of your own"}
+    )
     kept = bank.about.get("observables")
     if kept is not None and kept.keys() != {LOSS, *(observables or {})}:
         raise InputError(
@@ -119,7 +121,7 @@ def retrain(
             expected=f"those of the bank: {', '.join(sorted(kept.keys() - {LOSS})) or 'none'}",
             fix="choose another directory",
         )
-    measure = Measure(query, loss or classification_loss(), dict(observables or {}), collate, batch_size)
+    measure = Measure(query, loss, dict(observables or {}), collate, batch_size)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
     retry = retry or not bank.summary()["finished"]  # what none could do was a mistake, and may be mended
@@ -202,6 +204,14 @@ def retrain(
             again = "the same call tries them again"
         warn(f"{bank.summary()['text']}; {again}", RetrainingFailedWarning)
     return bank
+
+
+def _require_alike(bank: Bank, argument: str, what: str, about: Mapping[str, Any]) -> None:
+    """Refuse to go on with a bank otherwise than it was begun."""
+    differs = bank._differs(what, about)
+    if differs is not None:
+        got = f"another {what} than the bank's: {differs}"
+        raise InputError(argument, got=got, expected="the same", fix="choose another directory")
 
 
 @dataclass(frozen=True)

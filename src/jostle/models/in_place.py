@@ -230,7 +230,16 @@ class InPlace(FunctionalModel):
     @property
     def observes_as_it_moves(self) -> bool:
         """Whether a gradient's pass over its minibatch is that of an observation, and nothing else, to rounding."""
-        return self._float8 is None and not self._prefix.frozen and self.crew.count == 1
+        other_kernels = self._float8 is not None or self._needs_plain_kernels or self._rounds_logits
+        return not other_kernels and not self._prefix.frozen and self.crew.count == 1
+
+    @property
+    def _rounds_logits(self) -> bool:
+        """Whether a language model's head moves in half precision: with a gradient, its logits are stored in that."""
+        find = getattr(self.model, "get_output_embeddings", lambda: None)
+        head = set(head.parameters()) if (head := find()) is not None else set()
+        half = self.bfloat16 or any(value.dtype.itemsize == 2 for value in head)
+        return half and not head.isdisjoint(self._parameters)
 
     def has_room_for_gradients(self, count: int) -> bool:
         """Whether a GPU has memory for so many gradients."""

@@ -119,7 +119,7 @@ class Job:
         """Evaluate everything at w*; as the run that is there does it, if there is one."""
         before = self._shared(lambda: execution_of(self._directory))
         if self._manner.shards > 1 and before:
-            before = dataclasses.replace(before, chains_at_once=1, compiled=False)
+            before = dataclasses.replace(before, chains_at_once=1, compiled=False, shares_passes=False)
         sizes = dict.fromkeys(self._data.observed, self._manner.observation_batch_size)
         most = before.chains_at_once if before else -(-self._config.chains // self._ranks.crews)
 

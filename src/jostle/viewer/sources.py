@@ -164,6 +164,13 @@ def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened], kapp
             raise InputError(
                 "view", got=f"{path}, which is no directory", expected="a run directory, or scores in a .safetensors"
             )
+    if not any(isinstance(source, RunSource) for source in sources):
+        raise InputError(
+            "view",
+            got="scores alone",
+            expected="a run of the same examples beside them, which knows what these look like",
+            fix=f"jostle top {paths[0]} --texts TEXTS shows such scores" if paths else "",
+        )
     names = [source.name for source in sources]
     for number, source in enumerate(sources):
         if names.count(source.name) > 1:
