@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,14 @@ from torch import Tensor, nn
 
 import jostle
 from architectures import tiny
-from jostle.attributors import exact_influence, gradient_similarity, query_difficulty, random_scores, subset_size
+from jostle.attributors import (
+    FirstOrder,
+    exact_influence,
+    gradient_similarity,
+    query_difficulty,
+    random_scores,
+    subset_size,
+)
 from jostle.errors import EstimateWarning, RetrainingFailedWarning
 from jostle.evaluate import (
     Bank,
@@ -155,6 +163,37 @@ def test_methods_against_another_one(tmp_path: Path) -> None:
         jostle.InputError, match="against: got 'EK-FAC', expected one of the methods: truth, worse, as bad"
     ):
         compare(bank, given, against="EK-FAC")
+
+
+def test_methods_say_what_they_took(tmp_path: Path) -> None:
+    model, slow = fit(np.arange(40), 0), 0.2
+
+    def slowly(network: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(slow)
+        return nn.functional.cross_entropy(network(batch[0]), batch[1], reduction="none")
+
+    begun = time.perf_counter()
+    similar = gradient_similarity(model, TRAIN_SET, QUERY_SET, loss=slowly)
+    took = time.perf_counter() - begun
+    assert 2 * slow < similar.provenance["seconds"] <= took
+    begun = time.perf_counter()
+    products = FirstOrder(model, TRAIN_SET, QUERY_SET)
+    made = time.perf_counter() - begun
+    first = products.influence()
+    assert 0 < first.provenance["seconds"] <= time.perf_counter() - begun
+    assert first.provenance["seconds"] > 0.5 * made
+    assert Scores.mean_of([first, first]).provenance["seconds"] == 2 * first.provenance["seconds"]
+    run = jostle.attribute(
+        model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=10, localization=10), chains=2, draws=8,
+        sampler=jostle.SGLD(step_size=1e-3), batch_size=8, progress=False, out=tmp_path / "run",
+    )  # fmt: skip
+    bank = retrain(fit, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 6), out=tmp_path / "bank")
+    methods = {"similar": similar, "BIF": run.influence(), "array": similar.values, "told": similar}
+    rows = {row.method: row.seconds for row in compare(bank, methods, seconds={"told": 7.0}, bootstrap=5).rows}
+    assert rows["similar"] == similar.provenance["seconds"]
+    assert rows["BIF"] == sum(run.manifest["seconds"].values()) > 0
+    assert rows["told"] == 7.0
+    assert rows["array"] is rows["random"] is None
 
 
 def test_controls_tell_the_two_definitions_apart(tmp_path: Path) -> None:
@@ -572,9 +611,7 @@ def test_another_loss_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     smoothed, plain = jostle.losses.classification(label_smoothing=0.1), jostle.losses.classification()
     go_on("ours", None)
     go_on("ours", plain)
-    differs = (
-        r"loss is Classification\(label_smoothing=0.1\), expected Classification\(label_smoothing=0.0\), expected the"
-    )
+    differs = r"loss is Classification\(label_smoothing=0.1\), expected Classification\(label_smoothing=0.0\); choose"
     for other, words in ((smoothed, differs), (own, r"loss is a function of your own, expected Classification")):
         with pytest.raises(jostle.InputError, match=words):
             go_on("ours", other)
@@ -582,6 +619,16 @@ def test_another_loss_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     go_on("own", own)
     with pytest.raises(jostle.InputError, match="expected a function of your own"):
         go_on("own", None)
+    # Of a bank that was begun by hand, or by an older version, it is not known; of one without retrainings it may change.
+    about = tmp_path / "own" / "bank.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "measure": None}))
+    go_on("own", None)
+    go_on("own", own)
+    assert json.loads(about.read_text())["measure"] is None
+    with pytest.raises(jostle.InputError, match="the first of"), pytest.warns(RetrainingFailedWarning):
+        retrain(lambda indices, seed: None, TRAIN_SET, QUERY_SET, subsets=random_subsets(40, 2), out=tmp_path / "none",
+                loss=own).values()  # fmt: skip
+    go_on("none", None)
 
 
 def test_a_bank_that_is_open_twice_has_one_of_everything(tmp_path: Path) -> None:

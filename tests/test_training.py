@@ -430,8 +430,8 @@ def test_a_bank_is_of_one_training_and_one_data_set(tmp_path: Path, capsys: pyte
     X, y = classes(MANY + 6)
     data, query, subsets = (X[:MANY], y[:MANY]), (X[MANY:], y[MANY:]), random_subsets(MANY, 4)
 
-    def fill(out: str, given: Any = data, **more: Any) -> Any:
-        return retrain(Trainer(perceptron, given, adamw, epochs=2, **more), data, query, subsets=subsets,
+    def fill(out: str, given: Any = data, optimizer: Any = adamw, **more: Any) -> Any:
+        return retrain(Trainer(perceptron, given, optimizer, epochs=2, **more), data, query, subsets=subsets,
                        out=tmp_path / out)  # fmt: skip
 
     fill("bank", at_once=2)
@@ -439,6 +439,18 @@ def test_a_bank_is_of_one_training_and_one_data_set(tmp_path: Path, capsys: pyte
     fill("bank", given=(X[:MANY].clone(), y[:MANY].clone()))
     with pytest.raises(InputError, match="another training than the bank's: batch_size is 3, expected all"):
         fill("bank", batch_size=3)
+    smooth = jostle.losses.classification(label_smoothing=0.1)
+    with pytest.raises(
+        InputError, match=r"training than the bank's: loss is Classification\(label_smoothing=0.1\), exp"
+    ):
+        fill("bank", loss=smooth)
+    with pytest.raises(
+        InputError, match=r"training than the bank's: optimizer is AdamW\(lr=0.5, .*, expected AdamW\(lr"
+    ):
+        fill("bank", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.5))
+    trainer = Trainer(perceptron, data, adamw, epochs=2)
+    with pytest.raises(InputError, match="by is a function of your own, expected a Trainer"):
+        retrain(lambda indices, seed: trainer(indices, seed), data, query, subsets=subsets, out=tmp_path / "bank")
     for other in ((X[:MANY].flip(0), y[:MANY].flip(0)), (X, y)):
         with pytest.raises(InputError, match="other examples than those of the Trainer"):
             fill("other", given=other)

@@ -180,6 +180,11 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
         (["view", "scores.safetensors"], "scores alone, expected a run of the same examples beside them"),
         (["report", "texts", "-o", "x.html", "-q", 9], "an index from 0 to 2"),
         (["report", "texts", "-o", "x.gif"], "a name ending in .html"),
+        (
+            ["report", "texts", "x.html"],
+            "run: got x.html, which is no directory, expected a run directory, or a file of",
+        ),
+        (["report", "texts", "x.html"], "; what is to be written goes behind -o: -o x.html"),
         (["report", "texts", "scores.safetensors", "-o", "x.png"], "x.png, a figure, of 2, expected one run"),
         (["report", "texts", "-o", "x.png", "--token", 99], "positions of tokens that have a loss"),
         (["report", "plain", "-o", "x.png"], "a run without texts or images"),

@@ -124,7 +124,7 @@ def covariance(
         centering: around the pooled mean or each chain's own.
         normalize: return correlations.
         standard_error: also return the Monte Carlo standard error of every entry.
-        batch_length: draws in a batch; measured from the traces where not given.
+        batch_length: draws in a batch; measured from the traces where not given, and from what they were picked from.
         mirrored: chains are antithetic pairs, one after another: neither of two is left out without the other.
         buffer_bytes: what may be allocated beyond the output; of a GPU's memory, a quarter of what is free.
         out: an array (or memory map) of shape (n, q) to write into.
@@ -426,7 +426,12 @@ def length_of_batch(
 
 
 def spread_columns(trace: Trace, chains: np.ndarray, most: int) -> Float[np.ndarray, "chain draw column"]:
-    """Some columns, evenly spaced, of some chains; read a few draws at a time, as they are stored."""
+    """Some columns, evenly spaced, of some chains; read a few draws at a time, as they are stored.
+
+    Where a trace is a few picked columns of a larger one, of that: what is measured by these does not depend on what is
+    asked for.
+    """
+    trace = getattr(trace, "whole", trace)
     picked = np.unique(np.linspace(0, trace.shape[2] - 1, most).astype(int))
     per_draw = trace.shape[0] * trace.shape[2] * getattr(trace, "read_per_column", 1)
     step = max(1, BUFFER_BYTES // (32 * per_draw))

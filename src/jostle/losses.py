@@ -281,6 +281,11 @@ OURS = (_Classification, _Regression, _NextToken)
 """The losses of which it is known what a model's outputs mean, so that labels can be drawn from them."""
 
 
+def described(loss: Loss) -> str:
+    """A loss in words, of which there are none for functions that are not ours."""
+    return repr(loss).removeprefix("_") if type(loss) in OURS else "a function of your own"
+
+
 def _agree(network: nn.Module, found: Tensor, expected: Tensor) -> bool:
     """Whether two ways of computing the same differ by no more than rounding, in the precision of the computation."""
     parameter = next(network.parameters())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 import safetensors
@@ -24,6 +26,21 @@ ASKED = {"kappa": 0.0, "train": None, "query": None, "on": "query", "part": "all
 
 UNITS = {"metric": None, "damping": None, "spread": False, "dimension": None, "ridge": None}
 """What else, of one method, decides how large its scores are."""
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def timed(make: Callable[Arguments, Scores]) -> Callable[Arguments, Scores]:
+    """Have a function that makes scores say in their provenance how many seconds that took."""
+
+    @functools.wraps(make)
+    def call(*given: Arguments.args, **named: Arguments.kwargs) -> Scores:
+        started = time.perf_counter()
+        scores = make(*given, **named)
+        return replace(scores, provenance={**scores.provenance, "seconds": time.perf_counter() - started})
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -209,6 +226,7 @@ class Scores:
             for key, value in one.provenance.get("fingerprints", {}).items():
                 fingerprints.setdefault(key, set()).add(value)
         known = [{key: one.provenance[key] for key in ASKED | UNITS if key in one.provenance} for one in several]
+        taken = [one.provenance["seconds"] for one in several if "seconds" in one.provenance]
         return cls(
             values=values,
             method=f"{first.method}, mean of {len(several)}",
@@ -217,6 +235,7 @@ class Scores:
             provenance={
                 **{key: value for key, value in known[0].items() if all(one.get(key) == value for one in known)},
                 "fingerprints": {key: "+".join(sorted(those)) for key, those in fingerprints.items()},
+                **({"seconds": sum(taken)} if len(taken) == len(several) else {}),
                 "mean_of": [dict(one.provenance) for one in several],
             },
         )

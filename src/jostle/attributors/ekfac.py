@@ -34,7 +34,7 @@ from jostle.losses import OURS, Batch, Loss, at_least_float32, keep_logits_whole
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means, token_mask
 from jostle.models.weights import MovingWeights, WeightSelection, owners
-from jostle.scores import Scores
+from jostle.scores import Scores, timed
 
 log = logging.getLogger("jostle")
 
@@ -45,6 +45,7 @@ PROBED = 2
 """Examples of the batch by which layers are looked at: by one, whatever is flattened would look as it should."""
 
 
+@timed
 def ekfac(
     model: nn.Module,
     train: Any,

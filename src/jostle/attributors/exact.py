@@ -29,7 +29,7 @@ from jostle.models.checks import check_unchanged
 from jostle.models.functional import FunctionalModel, eval_mode
 from jostle.models.weights import MovingWeights
 from jostle.posterior import Posterior
-from jostle.scores import Scores
+from jostle.scores import Scores, timed
 
 MOST_WEIGHTS = 5_000
 """A Hessian of this many weights takes 200 MB in float64; beyond it, this attributor is the wrong tool."""
@@ -39,6 +39,7 @@ MOST_BYTES = 4 << 30
 
 
 @torch.no_grad()  # of the weights that do not move, nothing is asked
+@timed
 def exact_influence(
     model: nn.Module,
     train: Any,

@@ -34,6 +34,7 @@ import itertools
 import math
 import numbers
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, get_args
@@ -142,6 +143,7 @@ class FirstOrder:
         buffer_bytes: int = BUFFER_BYTES,
         progress: bool = False,
     ) -> None:
+        started = time.perf_counter()
         if not isinstance(labels, numbers.Real) or not (
             0 <= labels <= 1 or (labels > 1 and float(labels).is_integer())
         ):
@@ -214,6 +216,7 @@ class FirstOrder:
         self._about = {"labels": about_labels, "seed": seed, "metric": metric, "rounded": rounded}
         if start is not None:
             self._about["curvature_at_start"] = self._relative_curvature
+        self._seconds = time.perf_counter() - started
 
     @functools.cached_property
     def _direction(self) -> tuple[float, Float[Tensor, " held"]]:
@@ -242,6 +245,7 @@ class FirstOrder:
                 it did there, instead of by the length of its gradient. A few tens of draws are enough.
         """
         require_kappa(kappa)
+        started = time.perf_counter()
         scores, (train, query) = self._scores, self._squares
         if kappa:
             damped = self._held.clone()
@@ -276,6 +280,7 @@ class FirstOrder:
                 "fingerprints": self._fingerprints,
                 "kappa": float(kappa),
                 "spread": spread is not None and not normalize,
+                "seconds": self._seconds + time.perf_counter() - started,
                 **self._about,
             },
         )

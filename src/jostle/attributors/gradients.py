@@ -28,7 +28,7 @@ from jostle.models.checks import check_unchanged
 from jostle.models.functional import FunctionalModel, eval_mode
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
-from jostle.scores import Scores
+from jostle.scores import Scores, timed
 
 BUFFER_BYTES = 2 << 30
 """What the gradients that are held at once may take; those of more queries are taken block after block."""
@@ -53,6 +53,7 @@ def examples_at_once(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 16
 
 
+@timed
 def gradient_similarity(
     model: nn.Module,
     train: Any,

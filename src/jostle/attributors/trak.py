@@ -31,13 +31,14 @@ from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, sample_means
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
-from jostle.scores import Scores
+from jostle.scores import Scores, timed
 
 MOST_DIMENSIONS = 4096
 BLOCK_BYTES = 256 << 20
 """What a block of the projection may take; it is made again whenever it is needed, and never held whole."""
 
 
+@timed
 def trak(
     model: nn.Module | Sequence[nn.Module],
     train: Any,

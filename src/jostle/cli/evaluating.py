@@ -40,7 +40,7 @@ def evaluate(
         ),
     ] = 0.0,
     against: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Compare all others with this one, as the table calls it.")
+        str | None, typer.Option(metavar="METHOD", help="Compare all others with this one, by its name in the table.")
     ] = None,
     controls: Annotated[bool, typer.Option("--controls/--no-controls", help="Scores that know nothing.")] = True,
     bootstrap: Annotated[int, typer.Option(metavar="N", min=2, help="How many times all is resampled.")] = 200,
@@ -66,9 +66,9 @@ def evaluate(
         plots.check(figure)
     opened = Bank(bank)
     wrong = None if mislabelled is None else read_array(mislabelled)
-    read, seconds, detections, texts = read_scores(scores or [], wrong, kappa)
+    read, detections, texts = read_scores(scores or [], wrong, kappa)
     report = compare(
-        opened, read, texts=texts, against=against, controls=controls, seconds=seconds, mislabels=detections,
+        opened, read, texts=texts, against=against, controls=controls, mislabels=detections,
         bootstrap=bootstrap,
     )  # fmt: skip
     if figure is not None:

@@ -93,9 +93,9 @@ def report(
     """Write views of chosen queries into one file: a page that needs no network, or a figure."""
     from jostle.runs.run import Run
     from jostle.viewer.reading import Reading, UnreadableError
-    from jostle.viewer.sources import open_sources
+    from jostle.viewer.sources import WRITTEN, open_sources
 
-    if output.suffix not in (".html", ".png", ".svg", ".pdf"):
+    if output.suffix not in WRITTEN:
         raise InputError("output", got=str(output), expected="a name ending in .html, .png, .svg or .pdf")
     require_folder("output", output)
     if output.suffix != ".html" and len(runs) > 1:

@@ -153,7 +153,7 @@ def _effective(axes: Axes, sample: Sample, found: Mapping[str, Any]) -> None:
     whole = found["effective_draws"]
     if whole is not None:  # it is of the products that scores average, too
         axes.axvline(whole, color="black", linewidth=1.5)
-        told += f"\nline: {whole:.0f}, which 3 in 4 scores have"
+        told += f"\nline: {whole:.0f}, the verdict's effective draws"
     _title(axes, "effective draws by training example", told)
     axes.set(xlabel="bulk ESS", ylabel="examples")
     _plain(axes)

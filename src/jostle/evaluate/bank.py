@@ -135,6 +135,25 @@ class Bank:
     def __repr__(self) -> str:
         return f"Bank({str(self.directory)!r}: {self.summary()['text']})"
 
+    def require_manner(self, argument: str, what: str, about: Mapping[str, Any]) -> None:
+        """Refuse to go on otherwise than retrainings were made, or measured, as far as is known."""
+        known = self.about.get(what)
+        if known is None or not self._pairs("retrainings"):
+            return
+        differs = self._differs(what, {name: value for name, value in about.items() if name in known})
+        if differs is not None:
+            got, _, expected = differs.partition(", expected ")
+            got = f"another {what} than the bank's: {got}"
+            raise InputError(argument, got=got, expected=expected, fix="choose another directory")
+
+    def keep_manner(self, **about: Mapping[str, Any]) -> None:
+        """Keep how retrainings are made and measured, before there are any: of others nobody knows it."""
+        with _alone(self.directory):
+            if not self._pairs("retrainings"):
+                path = self.directory / "bank.json"
+                replace_file(path, json.dumps(json.loads(path.read_text()) | about))
+                self.about |= about
+
     def todo(self, seeds: int, *, subsets: int | None = None, retry: bool = False) -> list[tuple[int, int]]:
         """Return the (subset, seed) pairs that are neither done nor, unless ``retry``, failed; one seed of all first.
 

@@ -204,14 +204,14 @@ def compare(
             error is that of the difference (`Measured.__sub__`): for methods that err alike, smaller than theirs.
         controls: random scores, the difficulty of queries alone (their mean losses in the bank itself, the best that
             such a control can know), and the size of the subset alone.
-        seconds: what each method took.
+        seconds: what each method took, where scores do not say it themselves.
         mislabels: what each method's self-influence finds.
         bootstrap: how many times queries and subsets are resampled.
         seed: of the bootstrap and the controls.
     """
     require_bank(bank)
     methods = named_scores(scores)
-    if against is not None and against not in methods:
+    if against is not None and against not in list(methods):  # which also looks for what cannot be a key
         raise InputError(
             "against", got=repr(against), expected=f"one of the methods: {', '.join(methods) or 'there are none'}"
         )
@@ -248,9 +248,10 @@ def compare(
     if bank.subsets.kind == "random":
         per_subset = [*lds_of(predictions, losses, per="subset", bootstrap=bootstrap, seed=seed)]
     other = None if against is None else per_query[named.index(against)]
+    taken = {name: given.provenance.get("seconds") for name, given in methods.items()} | dict(seconds or {})
     rows = [
         Row(
-            name, name in blind, headline, papers, (seconds or {}).get(name), (mislabels or {}).get(name),
+            name, name in blind, headline, papers, taken.get(name), (mislabels or {}).get(name),
             None if other is None or name == against else headline - other,
         )
         for name, headline, papers in zip(named, per_query, per_subset, strict=True)
@@ -277,14 +278,13 @@ def _remarks(losses: Float[np.ndarray, "subset seed query"], methods: Mapping[st
 
 def read_scores(
     sources: Sequence[str], mislabelled: Bool[np.ndarray, " train"] | None = None, kappa: Kappa = 0.0
-) -> tuple[dict[str, Scores], dict[str, float], dict[str, Detection], tuple[list[Any], list[Any]] | None]:
-    """Read runs and files of scores, each ``[NAME=]PATH``: scores, seconds, detections, and texts where a run has any.
+) -> tuple[dict[str, Scores], dict[str, Detection], tuple[list[Any], list[Any]] | None]:
+    """Read runs and files of scores, each ``[NAME=]PATH``: scores, detections, and texts where a run has any.
 
     A run gives two rows, covariance and correlation, and two more where it is to be read at a ``kappa`` as well.
     Without a run, ``kappa`` and ``mislabelled`` are refused: files have neither draws nor self-influence.
     """
     scores: dict[str, Scores] = {}
-    seconds: dict[str, float] = {}
     detections: dict[str, Detection] = {}
     texts = None
     named = [_named(source) for source in sources]
@@ -295,14 +295,12 @@ def read_scores(
             got = "files of scores" if named else "nothing"
             raise InputError(name, got=f"{got} to apply it to", expected="a run", fix=f"leave --{name} out")
 
-    def add(name: str, given: Scores, took: float | None) -> None:
+    def add(name: str, given: Scores) -> None:
         if name in scores:
             raise InputError(
                 "scores", got=f"two methods called {name!r}", expected="a name for each", fix=f"write NAME={path}"
             )
         scores[name] = given
-        if took is not None:
-            seconds[name] = took
 
     for given, path in named:
         if path.is_dir():
@@ -316,7 +314,7 @@ def read_scores(
                 influence = run.influence(normalize=kind == "correlation", kappa=held)
                 at = f", κ = {influence.provenance['kappa']:g}" if held else ""
                 at += " (auto)" if held == "auto" else ""
-                add(f"{name} {kind}{at}", influence, sum(run.manifest["seconds"].values()))
+                add(f"{name} {kind}{at}", influence)
             texts = texts or _tokens(run)
             if mislabelled is not None:
                 detections[f"{name} covariance"] = mislabel_detection(self_influence(run), mislabelled)
@@ -324,17 +322,17 @@ def read_scores(
             read = files[path]
             alone = [one.method for one in files.values()].count(read.method) == 1
             name = given or (read.method if alone else f"{read.method} {path.stem}")
-            add(name, read, read.provenance.get("seconds"))
+            add(name, read)
         elif path.suffix == ".npy" and path.is_file():
             name = given or path.stem
-            add(name, Scores(values=read_array(path), method=name), None)
+            add(name, Scores(values=read_array(path), method=name))
         else:
             raise InputError(
                 "scores",
                 got=str(path) if path.exists() else f"{path}, which does not exist",
                 expected="the directory of a run, or a file of scores ending in .safetensors or .npy (negative helps)",
             )
-    return scores, seconds, detections, texts
+    return scores, detections, texts
 
 
 def _named(source: str) -> tuple[str, Path]:

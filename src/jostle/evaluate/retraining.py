@@ -24,7 +24,7 @@ from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.bank import LOSS, Bank
 from jostle.evaluate.subsets import Subsets
 from jostle.evaluate.training import TRIED, Trainer
-from jostle.losses import OURS, Loss
+from jostle.losses import Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
 
@@ -105,14 +105,15 @@ def retrain(
         out, subsets, queries=len(data["query"]), dtype=dtype, shapes=None if like is None else shapes_of(like),
         fingerprints={name: one.fingerprint() for name, one in data.items()},
     )  # fmt: skip
+    # Of functions that are not ours there is nothing to know them by.
+    training = {"by": "a function of your own"}
     if isinstance(train_function, Trainer):
         train_function.require_data(train, bank.about["fingerprints"]["train"], collate)
-        _require_alike(bank, "train_function", "training", train_function.about())
+        training = {"by": "a Trainer"} | train_function.about()
     loss = loss or classification_loss()
-    # Of functions that are not ours there is nothing to know them by.
-    _require_alike(
-        bank, "loss", "measure", {"loss": repr(loss)[1:] if type(loss) in OURS else "a function of your own"}
-    )
+    measured = {"loss": described(loss)}
+    bank.require_manner("train_function", "training", training)
+    bank.require_manner("loss", "measure", measured)
     kept = bank.about.get("observables")
     if kept is not None and kept.keys() != {LOSS, *(observables or {})}:
         raise InputError(
@@ -121,6 +122,7 @@ def retrain(
             expected=f"those of the bank: {', '.join(sorted(kept.keys() - {LOSS})) or 'none'}",
             fix="choose another directory",
         )
+    bank.keep_manner(training=training, measure=measured)
     measure = Measure(query, loss, dict(observables or {}), collate, batch_size)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
@@ -204,14 +206,6 @@ def retrain(
             again = "the same call tries them again"
         warn(f"{bank.summary()['text']}; {again}", RetrainingFailedWarning)
     return bank
-
-
-def _require_alike(bank: Bank, argument: str, what: str, about: Mapping[str, Any]) -> None:
-    """Refuse to go on with a bank otherwise than it was begun."""
-    differs = bank._differs(what, about)
-    if differs is not None:
-        got = f"another {what} than the bank's: {differs}"
-        raise InputError(argument, got=got, expected="the same", fix="choose another directory")
 
 
 @dataclass(frozen=True)

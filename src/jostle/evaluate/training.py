@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from jostle.data.datasets import Collate, Data, map_tensors
 from jostle.errors import InputError
-from jostle.losses import Batch, Loss
+from jostle.losses import Batch, Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_losses, in_words, vmap_differs
 from jostle.models.functional import Called, eval_mode, places_of, sample_means
@@ -120,7 +120,14 @@ class Trainer:
 
     def about(self) -> dict[str, Any]:
         """Return what is known of the training: a bank is of one."""
-        return {"epochs": self.epochs, "batch_size": self.batch_size or "all", "clip_norm": self.clip_norm or "none"}
+        about = {"epochs": self.epochs, "batch_size": self.batch_size or "all", "clip_norm": self.clip_norm or "none"}
+        about |= {"loss": described(self.loss), "schedule": "none" if self.schedule is None else "one of your own"}
+        with contextlib.suppress(Exception):  # it may want to know of which parameters these are
+            optimizer = self.optimizer([nn.Parameter(torch.zeros(1))])
+            numbers = {name: value for name, value in optimizer.defaults.items() if type(value) in (int, float, tuple)}
+            settings = ", ".join(f"{name}={value}" for name, value in numbers.items())
+            about["optimizer"] = f"{type(optimizer).__name__}({settings})"
+        return about
 
     def require_data(self, train: Any, fingerprint: str, collate: Collate | None) -> None:
         """Refuse to train on other examples than those of a bank."""

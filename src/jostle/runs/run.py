@@ -516,6 +516,7 @@ class Run:
                 "jostle": self.manifest["jostle"],
                 "fingerprints": {**self.manifest["fingerprints"], **moving},
                 "between_chain_share": estimate.between_chain_share,
+                "seconds": sum(self.manifest["seconds"].values()),
                 **provenance,
             },
         )

@@ -525,6 +525,8 @@ class PickedColumns:
         between = (int(np.ptp(picked)) + 1) // len(picked) or 1
         self.read_per_column = between * getattr(trace, "read_per_column", 1)
         """How many numbers are read for each one returned, about."""
+        self.whole = trace
+        """What they were picked from."""
 
     def __getitem__(self, index: tuple[Any, Any, slice]) -> Float[np.ndarray, "chain draw column"]:
         chains, draws, columns = index
@@ -540,11 +542,17 @@ class MirroredPairs:
     """
 
     def __init__(self, trace: Any, chains: Int[np.ndarray, " chain"], part: Part) -> None:
+        self._part: Part = part
         self._trace, self._chains, self._sign = trace, chains, -1 if part == "odd" else 1
         self.shape = (len(chains) // 2, *trace.shape[1:])
         self.dtype = trace.dtype
         self.read_per_column = 2 * getattr(trace, "read_per_column", 1)
         """How many numbers are read for each one returned, at most."""
+
+    @property
+    def whole(self) -> MirroredPairs:
+        """The same of all that columns were picked from."""
+        return MirroredPairs(getattr(self._trace, "whole", self._trace), self._chains, self._part)
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Float[np.ndarray, "pair draw column"]:
         pairs, draws, columns = index

@@ -23,6 +23,9 @@ from jostle.viewer.reading import Opened, Reading, Table, UnreadableError, in_wo
 PARTS = ("manifest.json", "config.yaml", "examples", "traces.zarr", "state")
 """Everything that is read of a run directory."""
 
+WRITTEN = (".html", ".png", ".svg", ".pdf")
+"""What pages and figures are called."""
+
 LAST_WRITTEN = 300.0
 """Seconds without a new draw after which a run that is not finished is said to rest."""
 
@@ -156,20 +159,23 @@ def open_sources(paths: Sequence[Path], open_run: Callable[[Path], Opened], kapp
     for path in paths:
         if path.suffix == ".safetensors":
             if not path.is_file():
-                raise InputError("view", got=f"{path}, which does not exist", expected="a file that Scores.save wrote")
+                raise InputError("run", got=f"{path}, which does not exist", expected="a file that Scores.save wrote")
             sources.append(ScoresSource(path))
         elif path.is_dir():
             sources.append(RunSource(path, open_run, kappa))
         else:
             raise InputError(
-                "view", got=f"{path}, which is no directory", expected="a run directory, or scores in a .safetensors"
+                "run",
+                got=f"{path}, which is no directory",
+                expected="a run directory, or a file of scores ending in .safetensors",
+                fix=f"what is to be written goes behind -o: -o {path}" if path.suffix in WRITTEN else "",
             )
     if not any(isinstance(source, RunSource) for source in sources):
         raise InputError(
-            "view",
+            "run",
             got="scores alone",
             expected="a run of the same examples beside them, which knows what these look like",
-            fix=f"jostle top {paths[0]} --texts TEXTS shows such scores" if paths else "",
+            fix=f"write RUN {paths[0]}" if paths else "",
         )
     names = [source.name for source in sources]
     for number, source in enumerate(sources):
