@@ -187,6 +187,7 @@ def test_tokens_in_a_figure_have_the_colours_of_their_numbers(place: Path, tmp_p
         (["report", "texts", "x.html"], "; what is to be written goes behind -o: -o x.html"),
         (["report", "texts", "scores.safetensors", "-o", "x.png"], "x.png, a figure, of 2, expected one run"),
         (["report", "texts", "-o", "x.png", "--token", 99], "positions of tokens that have a loss"),
+        (["report", "images", "-o", "x.png", "--token", 0], "token: got 0, expected none: these queries have one loss"),
         (["report", "plain", "-o", "x.png"], "a run without texts or images"),
         (["report", "scores.safetensors", "-o", "x.html"], "a run of the same examples beside them"),
         (["report", "texts", "scores.safetensors", "-o", "x.html"], "scores of 30 training examples for 3 queries"),
@@ -198,7 +199,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(
     place: Path, tmp_path: Path, arguments: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [place / part if part in ("texts", "plain", "scores.safetensors") else part for part in arguments]
+    given = [place / part if part in ("texts", "images", "plain", "scores.safetensors") else part for part in arguments]
     result = command(*given)
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())

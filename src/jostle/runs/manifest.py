@@ -29,13 +29,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
-        begun = (directory / "calibration.json").is_file()
-        raise InputError(
-            "run",
-            got=f"no readable manifest.json in {directory}",
-            expected="a run directory",
-            fix="it was being calibrated: the same jostle run goes on" if begun else "",
-        ) from error
+        fix = ""
+        if (directory / "calibration.json").is_file():
+            fix = "it was being calibrated: the same jostle run goes on"
+        elif directory.is_file():
+            fix = "files of scores are for jostle top and evaluate and, beside a run, for jostle view"
+        got = f"no readable manifest.json in {directory}"
+        raise InputError("run", got=got, expected="a run directory", fix=fix) from error
     if not isinstance(manifest, dict):
         raise InputError("run", got=f"a manifest.json in {directory} that is no object", expected="a run directory")
     if manifest.get("format") != FORMAT:

@@ -35,6 +35,8 @@ def draw_figure(reading: Reading, path: Path, *, query: int, train: Sequence[int
         InputError: no such example or token, or matplotlib is missing.
     """
     check(path)
+    if token is not None and not reading.columns("query").per_token:
+        raise InputError("token", got=token, expected="none: these queries have one loss each, not one a token")
     for index in train:
         reading.sample_of("train", index)
     span = None if token is None else (token, token)
