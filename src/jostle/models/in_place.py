@@ -242,9 +242,10 @@ class InPlace(FunctionalModel):
         return half and not head.isdisjoint(self._parameters)
 
     def has_room_for_gradients(self, count: int) -> bool:
-        """Whether a GPU has memory for so many gradients."""
+        """Whether a GPU has memory for so many gradients beside a chain that has not been started."""
         room = free_memory(self.device)
-        return room is not None and room > count * self.moving.total * self._gradient_dtype.itemsize
+        bytes_a_weight = count * self._gradient_dtype.itemsize + self.moving.dtype.itemsize
+        return room is not None and room > bytes_a_weight * self.moving.total
 
     @torch.no_grad()
     def evaluate_tensors(
