@@ -128,7 +128,7 @@ export class ImagesView {
               { class: both ? "both" : null, "data-index": example.index },
               draw ? draw(example.index, `training image ${example.index}: ${named(example)}`) : element("p", { class: "words" }, excerpt(example, 140) || `#${example.index}`),
               element("span", { class: "caption" }, `${named(example)}: `, element("span", { class: "score" }, score(table.scores[number], table.method)), error ? " " : null, error ? element("span", { class: "error" }, `± ${error.toFixed(2)}`) : null),
-              element("span", { class: "caption quiet" }, `#${example.index} `, both ? element("span", { class: "mark" }, "✓ both") : null),
+              element("span", { class: "caption quiet" }, `#${example.index} `, both ? element("span", { class: "mark" }, tables.length > 2 ? "✓ all" : "✓ both") : null),
             );
           }),
           table[side].length === 0 ? element("li", { class: "quiet" }, "None.") : null,
