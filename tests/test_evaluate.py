@@ -49,7 +49,7 @@ from jostle.evaluate import (
     retrain,
     self_influence,
 )
-from jostle.evaluate.report import draw_removal, read_scores
+from jostle.evaluate.report import draw_removal, draw_rows, read_scores
 from jostle.evaluate.retraining import Measure
 from jostle.scores import Scores
 from test_commands import jostle_command
@@ -159,6 +159,13 @@ def test_methods_against_another_one(tmp_path: Path) -> None:
     assert lines[1][place - 8 : place] == 8 * " "
     assert report.notes[-1] == "difference: how far the LDS per query is above that of worse, on the same resamples"
     assert report.to_dict()["methods"][0]["more"]["value"] == better.value
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw_rows(figure, report.rows, against="worse")
+    titles, shown = [panel.get_title() for panel in figure.axes], figure.axes[1]
+    assert titles[:2] == ["LDS per query, over subsets", "the same, less that of worse"]
+    drawn = [float(bar.lines[0].get_xdata()[0]) for bar in shown.containers]
+    assert drawn == pytest.approx([row.more.value for row in report.rows if row.more is not None])
+    report.draw(tmp_path / "lds.png")
     with pytest.raises(
         jostle.InputError, match="against: got 'EK-FAC', expected one of the methods: truth, worse, as bad"
     ):

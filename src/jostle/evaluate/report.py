@@ -175,9 +175,9 @@ class Report:
             figure = Figure(figsize=(11, 4.2), layout="constrained")
             draw_removal(figure, self.removed)
         else:
-            panels = 1 + any(row.per_subset is not None for row in self.rows)
+            panels = 1 + any(row.per_subset is not None for row in self.rows) + (self.against is not None)
             figure = Figure(figsize=(1.6 + 4.2 * panels, 1.3 + 0.32 * len(self.rows)), layout="constrained")
-            draw_rows(figure, self.rows, self.kind)
+            draw_rows(figure, self.rows, self.kind, self.against)
         figure.savefig(path, dpi=140)
 
 
@@ -354,10 +354,12 @@ def _tokens(run: Run) -> tuple[list[Any], list[Any]] | None:
     return (train, query) if train and query and all(train) and all(query) else None
 
 
-def draw_rows(figure: Any, rows: Sequence[Row], kind: str = "random") -> None:
-    """Draw each method's number with its 95 % interval; the headline on the left."""
+def draw_rows(figure: Any, rows: Sequence[Row], kind: str = "random", against: str | None = None) -> None:
+    """Draw each method's number with its 95 % interval; the headline on the left, and what it is above another's."""
     headline = "LDS per query, over subsets" if kind == "random" else "leave-one-out correlation per query"
     metrics = [("per_query", headline)]
+    if against is not None:
+        metrics.append(("more", f"the same, less that of {against}"))
     if any(row.per_subset is not None for row in rows):
         metrics.append(("per_subset", "LDS per subset, over queries (the paper's)"))
     axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
