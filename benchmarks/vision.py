@@ -25,7 +25,7 @@ TRAIN, QUERY, SAMPLED, BATCH = 4_750, 2_000, 47_500, 1_024
 CHAINS, DRAWS, THIN = 4, 100, 10
 STEP_SIZE, N_BETA, LOCALIZATION = 1e-5, 200.0, 1e4
 CONVOLUTIONS = "its convolutions alone"
-WAYS = ["jostle bfloat16 compiled", "jostle bfloat16", CONVOLUTIONS]
+WAYS = ["jostle bfloat16 compiled", "jostle bfloat16", CONVOLUTIONS, "algorithm 1, eager"]
 ALL_QUERIES, SCORING_BATCH = 10_000, 1_000
 FULL_WAYS = ["jostle, without a gradient", "jostle, as in the paper", "EK-FAC"]
 

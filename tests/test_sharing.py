@@ -84,7 +84,7 @@ def test_the_same_losses_and_the_same_gradient(
             expected, gradient = dynamics.observe(group), dynamics.gradient(group).clone()
             assert group.ahead is None
             dynamics.shares_passes = True
-            watched: nn.Module = model.model if hasattr(model, "model") else model  # type: ignore[assignment]
+            watched = model.get_submodule("model") if hasattr(model, "model") else model
             hook = watched.register_forward_pre_hook(count, with_kwargs=True)
             examples = 0
             seen = dynamics.observe(group)
