@@ -31,7 +31,7 @@ from jostle.attributors import (
     trak,
 )
 from jostle.attributors import gradients as gradients_module
-from jostle.attributors.gradients import Gradients, PerExample, products
+from jostle.curvature.per_example import Gradients, PerExample, products
 from jostle.data.datasets import Data
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights

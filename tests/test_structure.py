@@ -12,8 +12,8 @@ import jostle
 SOURCE = Path(jostle.__file__).parent
 
 ORDER = [
-    "_version", "errors", "files", "presets", "ranks", "kernels", "losses", "data", "models", "posterior", "samplers", "config",
-    "scores", "estimate", "conditioning", "traces", "diagnose", "chains", "attributors", "viewer", "runs", "probing",
+    "_version", "errors", "files", "presets", "ranks", "kernels", "losses", "data", "models", "training", "posterior", "samplers", "config",
+    "scores", "estimate", "conditioning", "traces", "diagnose", "chains", "curvature", "attributors", "viewer", "runs", "probing",
     "calibration", "evaluate", "asking", "sweep", "demo", "cli", "__main__",
 ]  # fmt: skip
 """Along the flow of data: what is in a file or folder imports only from those before it."""

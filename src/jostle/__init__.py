@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Sampler,
     )
     from jostle.scores import Scores
+    from jostle.training import Training
 
 # Names are imported when they are first used: `jostle --help` should not wait for torch.
 _HOMES = {
@@ -42,6 +43,7 @@ _HOMES = {
     "SGNHT": "jostle.samplers",
     "Sampler": "jostle.samplers",
     "Scores": "jostle.scores",
+    "Training": "jostle.training",
     "attribute": "jostle.runs.sampling",
     "attributors": "jostle.attributors",
     "calibrate": "jostle.calibration",
@@ -65,6 +67,7 @@ __all__ = [
     "Run",
     "Sampler",
     "Scores",
+    "Training",
     "__version__",
     "attribute",
     "attributors",

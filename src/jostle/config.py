@@ -102,7 +102,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
-        posterior = _fields(self.posterior)
+        posterior = _plain(self.posterior.to_dict())
         posterior["weights"] = _describe_selection(self.posterior.weights)
         sampler = {"name": type(self.sampler).__name__, **_fields(self.sampler)}
         plain = {"posterior": posterior, "sampler": sampler, "observables": list(self.observables)}
@@ -124,8 +124,12 @@ def fingerprint_names(names: Iterable[str]) -> str:
 
 
 def _fields(settings: Any) -> dict[str, Any]:
-    """The settings of an object, with NumPy's numbers as Python's, which YAML can write."""
-    fields = vars(settings)
+    """The settings of an object, with NumPy's numbers as Python's."""
+    return _plain(vars(settings))
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """NumPy's numbers as Python's, which YAML can write."""
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
 
 

@@ -13,6 +13,7 @@ count, generator)`` are so many of them for each sample, (B, count, ...), or one
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import logging
@@ -28,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -169,10 +171,7 @@ class _NextToken:
     chunk_bytes: int = field(repr=False)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Float[Tensor, "batch token"]:
-        tokens = batch["input_ids"]
-        targets = tokens
-        if "labels" in batch:  # what is not scored may have any label at all, and no place in the vocabulary
-            targets = torch.where(self.token_mask(batch), batch["labels"], tokens)
+        tokens, targets = batch["input_ids"], self._targets(batch)
         network, states, known = self._states(model, batch)
         # Flat, because cross-entropy over a middle dimension copies the logits and strides through them.
         flat = states.flatten(0, 1)
@@ -199,6 +198,14 @@ class _NextToken:
     def relabelled(self, batch: Batch, labels: Int[Tensor, "batch token"]) -> Batch:
         return type(batch)({**batch, "labels": labels})
 
+    def _targets(self, batch: Batch) -> Int[Tensor, "batch token"]:
+        """The token that each place is scored on."""
+        tokens = batch["input_ids"]
+        if "labels" not in batch:
+            return tokens
+        # What is not scored may have any label at all, and no place in the vocabulary.
+        return torch.where(self.token_mask(batch), batch["labels"], tokens)
+
     def _states(self, model: nn.Module, batch: Batch) -> tuple[Any, Float[Tensor, "batch token ..."], bool]:
         """The network without its adapters; the states that its head reads, and True, or its logits, and False.
 
@@ -221,9 +228,10 @@ class _NextToken:
             if not needs_mask and tokens.shape[1] > 1:  # nor does any other token look at the last one
                 whole = tokens.shape
                 inputs = {k: v[:, :-1] if isinstance(v, Tensor) and v.shape == whole else v for k, v in inputs.items()}
-            with contextlib.nullcontext() if needs_mask else _without_masks(network, tokens):
+            with _with_masks(network.config) if needs_mask else _without_masks(network, tokens):
                 return network, network.base_model(**inputs)[0][:, : tokens.shape[1] - 1], True
-        output = network(**inputs)
+        with _with_masks(getattr(network, "config", None)):
+            output = network(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
         return network, at_least_float32(logits[:, :-1]), False
 
@@ -232,7 +240,7 @@ class _NextToken:
     ) -> Float[Tensor, " position"]:
         """Unembed and score a few positions at a time: the logits of a batch are never in memory together."""
         head = network.get_output_embeddings()
-        if hidden.is_cuda:
+        if hidden.is_cuda and not _PLAIN_OPERATIONS.get():
             from jostle.kernels import can_score, linear_cross_entropy
 
             if torch.is_autocast_enabled("cuda"):
@@ -275,6 +283,67 @@ class _NextToken:
         tokens = batch["input_ids"]
         real = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(tokens)
         return real.long().cumsum(1) - 1
+
+
+@dataclass(frozen=True)
+class LanguageHead:
+    """The unembedding of a language model, apart from its body: logits = cap·tanh(scale·(Wh + b)/cap).
+
+    Attributes:
+        linear: W and b.
+        states: what the head reads, of every token but the last: ``states(model, batch) -> (B, S − 1, width)``.
+        targets: the token that each place is scored on, ``targets(batch) -> (B, S)``.
+        scale: of the logits.
+        cap: their soft cap; None where there is none.
+    """
+
+    linear: nn.Linear
+    states: Callable[[nn.Module, Batch], Float[Tensor, "batch token width"]]
+    targets: Callable[[Batch], Int[Tensor, "batch token"]]
+    scale: float
+    cap: float | None
+
+    @classmethod
+    def of(cls, loss: Loss, model: nn.Module, batch: Batch) -> LanguageHead | None:
+        """Return the head that a loss knows a model to have; None where it knows none."""
+        if not isinstance(loss, _NextToken):
+            return None
+        with torch.no_grad():
+            network, _, known = loss._states(model, batch)
+        linear = network.get_output_embeddings() if known else None
+        if type(linear) is not nn.Linear:
+            return None
+        return cls(
+            linear, lambda model, batch: loss._states(model, batch)[1], loss._targets, *_scale_and_cap(network.config)
+        )
+
+    def chances(
+        self, states: Float[Tensor, "position width"]
+    ) -> tuple[Float[Tensor, "position word"], Float[Tensor, "position word"] | None]:
+        """Return the probability of every word, and dlogits/d(Wh + b) where that is not 1."""
+        logits, slopes = self.scale * at_least_float32(self.linear(states)), None
+        if self.cap is not None:
+            bounded = torch.tanh(logits / self.cap)
+            logits, slopes = self.cap * bounded, (self.scale * (1 - bounded.square())).to(states.dtype)
+        elif self.scale != 1:
+            slopes = states.new_full((1, 1), self.scale)
+        return logits.softmax(1).to(states.dtype), slopes
+
+    def change(
+        self,
+        states: Float[Tensor, "position width"],
+        moved: Float[Tensor, "vector position width"],
+        weight: Float[Tensor, "vector word width"] | None,
+        bias: Float[Tensor, "vector word"] | None,
+        slopes: Float[Tensor, "position word"] | None,
+    ) -> Float[Tensor, "vector position word"]:
+        """Return how logits change where the states, and the head itself, change by so much."""
+        change = moved @ self.linear.weight.T
+        if weight is not None:
+            change = torch.baddbmm(change, states.expand(len(moved), -1, -1), weight.transpose(1, 2))
+        if bias is not None:
+            change = change + bias[:, None]
+        return change if slopes is None else change * slopes
 
 
 OURS = (_Classification, _Regression, _NextToken)
@@ -362,17 +431,43 @@ def _without_masks(network: Any, tokens: Int[Tensor, "batch token"]) -> contextl
     config = network.config
     window = getattr(config, "sliding_window", None)
     if getattr(config, "_attn_implementation", None) != "sdpa" or (window and window < tokens.shape[1]):
-        return contextlib.nullcontext()
+        return _with_masks(config)
     if network not in _NEEDS_NO_MASK:
         from transformers import AttentionInterface
 
         AttentionInterface.register(_CAUSAL_ATTENTION, _causal_attention())
         with torch.no_grad():
             expected = network.base_model(input_ids=tokens[:1])[0]
-            with _attention(config):
+            with _attention(config, _CAUSAL_ATTENTION):
                 found = network.base_model(input_ids=tokens[:1])[0]
         _NEEDS_NO_MASK[network] = _agree(network, found, expected)
-    return _attention(config) if _NEEDS_NO_MASK[network] else contextlib.nullcontext()
+    return _attention(config, _CAUSAL_ATTENTION) if _NEEDS_NO_MASK[network] else _with_masks(config)
+
+
+def _with_masks(config: Any) -> contextlib.AbstractContextManager[None]:
+    """Attention as the model has it; where plain operations are wanted, the model's own in plain operations."""
+    known = hasattr(config, "_attn_implementation")
+    return _attention(config, "eager") if known and _PLAIN_OPERATIONS.get() else contextlib.nullcontext()
+
+
+_PLAIN_OPERATIONS: contextvars.ContextVar[bool] = contextvars.ContextVar("plain_operations", default=False)
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Have models attend and score by operations that have a forward mode and second derivatives.
+
+    Fused attention has neither in PyTorch, and kernels of ours have a backward pass without a graph.
+    """
+    token = _PLAIN_OPERATIONS.set(True)
+    fast_encoder = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_encoder)
+        _PLAIN_OPERATIONS.reset(token)
 
 
 _UNDERSTOOD = {"scaling", "is_causal", "position_ids", "cache_position", "sliding_window", "use_cache"}
@@ -384,8 +479,6 @@ def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
     """Attention as Hugging Face models call it: PyTorch's, and of short sequences on a GPU our own."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if not torch.cuda.is_available():
-        return sdpa_attention_forward
     from jostle.kernels import can_attend, causal_attention
 
     def attend(
@@ -393,6 +486,8 @@ def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
+        if _PLAIN_OPERATIONS.get() and causal and attention_mask is None:
+            return _plain_attention(query, key, value, options.get("scaling")), None
         heads = query, key, value
         if torch.is_autocast_enabled("cuda"):  # as for PyTorch's, of whose operations this is none
             heads = tuple(one.to(torch.get_autocast_dtype("cuda")) for one in heads)
@@ -405,10 +500,26 @@ def _causal_attention() -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
+def _plain_attention(
+    query: Float[Tensor, "batch head token width"],
+    key: Float[Tensor, "batch key_head token width"],
+    value: Float[Tensor, "batch key_head token width"],
+    scale: float | None,
+) -> Float[Tensor, "batch token head width"]:
+    """softmax(scale·QKᵀ)V of every head, where no token looks at later ones; the softmax in float32."""
+    heads, length = query.shape[1] // key.shape[1], query.shape[2]
+    # Key heads that several query heads share are not copied: the query heads of each become a dimension of their own.
+    grouped = query.unflatten(1, (-1, heads))
+    products = grouped @ key[:, :, None].transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    weights = products.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+    return (weights.to(query.dtype) @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
+
+
 @contextlib.contextmanager
-def _attention(config: Any) -> Iterator[None]:
+def _attention(config: Any, implementation: str) -> Iterator[None]:
     before = config._attn_implementation
-    config._attn_implementation = _CAUSAL_ATTENTION
+    config._attn_implementation = implementation
     try:
         yield
     finally:

@@ -35,8 +35,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -45,15 +44,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import grad
 
-from jostle.attributors.gradients import BUFFER_BYTES, Gradients, PerExample, fingerprints_of, products
 from jostle.attributors.metrics import Metric, root_of_metric
 from jostle.chains.progress import telling
+from jostle.curvature.labels import batches, loss_counts, relabelled, these
+from jostle.curvature.per_example import BUFFER_BYTES, Gradients, PerExample, fingerprints_of, products
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
-from jostle.losses import IGNORED_LABEL, Batch, Loss
+from jostle.losses import Batch, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_unchanged
-from jostle.models.functional import FunctionalModel, eval_mode, free_memory, token_mask
+from jostle.models.functional import FunctionalModel, eval_mode, free_memory
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
@@ -63,9 +63,6 @@ KAPPA = 100.0
 
 EXAMPLES = 256
 """By which the curvature where training begins is compared with that of w*."""
-
-TOGETHER, SEQUENCES_TOGETHER = 256, 8
-"""Examples whose labels are drawn at once; those of tokens, each of which has as many numbers as there are tokens."""
 
 SHARES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 """Of the examples, for which labels are proposed where there is no room for all."""
@@ -173,8 +170,8 @@ class FirstOrder:
             labelled = sets["train"]
             if 0 < drawn < 1:
                 some = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: _held_count(count, drawn)]
-                labelled = _these(labelled, np.sort(some.numpy()))
-            held = _relabelled(in_place, loss, labelled, math.ceil(drawn), seed)
+                labelled = these(labelled, np.sort(some.numpy()))
+            held = relabelled(in_place, loss, labelled, math.ceil(drawn), seed)
             # In one call, so that where they fit the buffer each gradient is taken once. Of the training examples with
             # each other none are needed where labels are held.
             kept = [(each, data) for data in (*(held or [sets["train"]]), sets["query"])]
@@ -192,7 +189,7 @@ class FirstOrder:
                 for rows, columns in ((asked, trained), (holding, trained), (holding, asked), (holding, holding))
             )
             # Gradients are of means over T tokens; held is each token, so that a sequence's sum counts by 1/√T.
-            lengths = _lengths(in_place, loss, labelled).to(in_place.device, torch.float64)
+            lengths = loss_counts(in_place, loss, labelled).to(in_place.device, torch.float64)
             counted = (lengths / share).sqrt().repeat(max(1, len(held)))
             squares = torch.cat([left.squares, right.squares[len(left) :]])
             self._scores, self._squares = scores.T, (squares[trained], squares[asked])
@@ -396,34 +393,6 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-def _relabelled(model: InPlace, loss: Any, data: Data, count: int, seed: int) -> list[Data]:
-    """The examples with labels that the model gives them, so many times; none where a loss does not say how."""
-    if not count or not hasattr(loss, "draw_labels"):
-        return []
-    generator, labels = torch.Generator().manual_seed(seed), []
-    for batch in _batches(model, loss, data):
-        drawn = model.evaluate(
-            lambda network, batch: loss.draw_labels(network, batch, count, generator), model.moving.center[None], batch
-        )[0]
-        mask = token_mask(loss, batch)
-        labels += list(drawn) if mask is None else [row[:, real] for row, real in zip(drawn, mask, strict=True)]
-
-    def collate(chosen: Sequence[int], number: int) -> Batch:
-        batch = data.batch(chosen)
-        mask, ours = token_mask(loss, batch), [labels[index][number] for index in chosen]
-        if mask is None:
-            return loss.relabelled(batch, torch.stack(ours))
-        # Wherever a batch has its padding, the labels are those of the scored tokens in turn.
-        spread = torch.full_like(mask, IGNORED_LABEL, dtype=torch.long)
-        spread[mask] = torch.cat(ours)
-        return loss.relabelled(batch, spread)
-
-    return [
-        Data(range(len(data)), data.name, collate=partial(collate, number=number), device=model.device)
-        for number in range(len(labels[0]))
-    ]
-
-
 def _require_start(start: nn.Module, weights: WeightSelection, model: InPlace, labels: float) -> None:
     """Refuse a start that cannot be compared with the model, before gradients are taken."""
     if not labels:
@@ -446,43 +415,18 @@ def _relative_curvature(
     Of some examples, and of the products of different ones alone: an example's own labels are not independent.
     """
     places = np.linspace(0, len(data) - 1, min(len(data), EXAMPLES)).round().astype(int)
-    few, sides = _these(data, places), []
+    few, sides = these(data, places), []
     for place in (start, model):
         each = PerExample(place, loss, buffer)
         each.scale = scale
-        sides.append(Gradients([(each, drawn) for drawn in _relabelled(place, loss, few, labels, seed)]))
-    lengths = _lengths(model, loss, few).numpy()
+        sides.append(Gradients([(each, drawn) for drawn in relabelled(place, loss, few, labels, seed)]))
+    lengths = loss_counts(model, loss, few).numpy()
     drawn = len(sides[1]) // len(places)  # of a single output one label says it all, however many are asked for
     counted = np.tile(np.outer(lengths, lengths) * (1 - np.eye(len(places))), (drawn, drawn))
     across, own = (float((products(side, sides[1], buffer) ** 2 * counted).sum()) for side in sides)
     if not own:
         raise InputError("train", got="gradients that have nothing in common", expected="several examples alike")
     return across / own
-
-
-def _these(data: Data, places: np.ndarray) -> Data:
-    """Those examples alone."""
-    return Data(range(len(places)), data.name, collate=lambda chosen: data.batch(places[chosen]))
-
-
-def _of_the_first(model: InPlace, loss: Loss, data: Data) -> Tensor:
-    """The loss of the first example, or its losses: (1) or (1, token)."""
-    return model.evaluate(loss, model.moving.center[None], data.batch(range(1)))[0]
-
-
-def _batches(model: InPlace, loss: Loss, data: Data) -> Iterator[Batch]:
-    at_once = TOGETHER if _of_the_first(model, loss, data).ndim == 1 else SEQUENCES_TOGETHER
-    for start in range(0, len(data), at_once):
-        yield data.batch(range(start, min(start + at_once, len(data))))
-
-
-def _lengths(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sample"]:
-    """How many losses each example has: one, or one for each of its tokens."""
-    first = _of_the_first(model, loss, data)
-    if first.ndim == 1 or token_mask(loss, data.batch(range(1))) is None:
-        return torch.full((len(data),), float(first.numel()))
-    masks = (token_mask(loss, batch) for batch in _batches(model, loss, data))
-    return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])
 
 
 def _gradient_of_sum(
@@ -497,7 +441,7 @@ def _gradient_of_sum(
         losses = plain.sample_losses(loss, flat, batch)
         return losses.to(rest.dtype) @ rest[: len(losses)], losses
 
-    for batch in itertools.chain.from_iterable(_batches(model, loss, data) for data in sets):
+    for batch in itertools.chain.from_iterable(batches(model, loss, data) for data in sets):
         gradient, losses = grad(weighted, has_aux=True)(center, batch, weights[place:])
         total += gradient
         place += len(losses)

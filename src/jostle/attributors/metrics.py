@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from jostle.attributors.gradients import PerExample, mean_squares
+from jostle.curvature.per_example import PerExample, mean_squares
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import Loss

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from jostle.attributors.gradients import BUFFER_BYTES, PerExample, examples_at_once
+from jostle.curvature.per_example import BUFFER_BYTES, PerExample, examples_at_once
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError
 from jostle.losses import Batch, Loss, at_least_float32

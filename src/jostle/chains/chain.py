@@ -75,8 +75,8 @@ class Dynamics:
         thermometer: reads the temperature at every draw, where there is one.
         shares_passes: whether losses that a gradient's pass has found are not observed again: a draw's losses, and the
             gradient of the step that follows, are taken at the same weights.
-        center_gradient: the gradient at w* of the mean loss over all sampling data, which control variates need (see
-            `full_gradient`).
+        center_gradient: the gradient at w* of the mean loss over all sampling data (see `full_gradient`), where
+            `needs_center_gradient`.
     """
 
     def __init__(
@@ -93,6 +93,9 @@ class Dynamics:
         self._sampling_data, self._potential_loss = sampling_data, potential_loss
         self._observers, self._observables = observers, observables
         self._center = model.moving.center
+        unit = config.posterior.unit(model.moving)
+        self._unit = None if unit is None else unit.to(model.device)
+        self._posterior = config.posterior.in_units()
         self.center_gradient: Float[Tensor, " weight"] | None = None
         self.keeps_weights = False
         self.thermometer: Thermometer | None = None
@@ -102,7 +105,7 @@ class Dynamics:
         self.shares_passes = False
         sets = (name for name, seen in observers.items() if seen.observes(sampling_data, potential_loss))
         self._shared_set = next(sets, None)
-        config.sampler.check(config.posterior.potential(self._center), burn_in=config.burn_in)
+        config.sampler.check(self._posterior.potential(self._center), burn_in=config.burn_in)
 
     def compile_step(self, compiled: bool = True) -> None:
         """Make the step one pass over memory; without it, each of its operations is one."""
@@ -114,13 +117,14 @@ class Dynamics:
         moving = self.model.moving
         weights = torch.empty(len(chains), moving.total, dtype=moving.dtype, device=self.model.device)
         weights.copy_(moving.center)
-        return Group(chains, 0, weights, self.config.sampler.init(weights))
+        at = weights if self._unit is None else _nowhere(weights)
+        return Group(chains, 0, weights, self.config.sampler.init(at))
 
     def gradient(self, group: Group) -> Float[Tensor, "chain weight"]:
         """Return the gradient of each chain's mean loss on the minibatch B of its next step.
 
         With control variates it is ∇L̄(w; B) − ∇L̄(w*; B) + ∇L̄(w*): the same on average, and without what of the
-        minibatch's noise is there at w* already.
+        minibatch's noise is there at w* already. Without the linear term of L̄, both have ∇L̄(w*) subtracted.
 
         Reference: Baker et al., *Control variates for stochastic gradient MCMC*, 2019.
         """
@@ -129,12 +133,33 @@ class Dynamics:
             return torch.zeros_like(group.weights)
         batches = self._minibatches(group)
         gradient = self._mean_loss_gradient(group.weights, batches)
-        if not config.control_variates or config.batch_size >= len(self._sampling_data):
+        if not self._controlled:
+            return self._without_linear_term(gradient)
+        # A tensor of its own before the next call, which may write its gradient over this one.
+        if config.posterior.linear_term:
+            assert self.center_gradient is not None
+            controlled = gradient + self.center_gradient
+        else:
+            controlled = gradient.clone()
+        return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+
+    @property
+    def _controlled(self) -> bool:
+        """Whether minibatch gradients have control variates, which those of the whole data do not need."""
+        return self.config.control_variates and self.config.batch_size < len(self._sampling_data)
+
+    @property
+    def needs_center_gradient(self) -> bool:
+        """Whether steps need ∇L̄(w*): control variates add it, unless the linear term, which subtracts it, is gone."""
+        posterior = self.config.posterior
+        return bool(posterior.n_beta) and self._controlled == posterior.linear_term
+
+    def _without_linear_term(self, gradient: Float[Tensor, "chain weight"]) -> Float[Tensor, "chain weight"]:
+        """Subtract ∇L̄(w*), where the potential is without the linear term of L̄."""
+        if self.config.posterior.linear_term:
             return gradient
         assert self.center_gradient is not None
-        # A sum of its own before the next call, which may write its gradient over this one.
-        controlled = gradient + self.center_gradient
-        return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+        return gradient - self.center_gradient
 
     def _minibatches(self, group: Group) -> list[np.ndarray]:
         """The examples of each chain's next step."""
@@ -175,7 +200,7 @@ class Dynamics:
         (chosen,) = self._minibatches(group)
         try:
             gradient, losses = model.gradient_and_losses(self._potential_loss, group.weights[0], data, chosen)
-            return gradient[None], {name: Known(chosen, losses)}
+            return self._without_linear_term(gradient[None]), {name: Known(chosen, losses)}
         except torch.OutOfMemoryError:
             self.shares_passes = False
         # Only here: an error that is being handled holds on to the memory of what failed.
@@ -185,22 +210,24 @@ class Dynamics:
 
     def new_thermometer(self, most: int) -> Thermometer | None:
         """Return one with so many directions: gradients at draws of the localization alone. None where these are 0."""
-        config, posterior, moving = self.config, self.config.posterior, self.model.moving
+        config, posterior, moving, unit = self.config, self._posterior, self.model.moving, self._unit
         spread = posterior.localization**-0.5 if posterior.localization else 0.0
 
         def gradient(number: int) -> Tensor:
             chain = -2 * (number + 1)  # nobody's, and first of its pair where chains are antithetic
             weights = torch.empty_like(self._center)[None]
             for part, noise in randomness.noise(config.seed, [chain], 0, moving, self.model.device):
-                weights[:, part] = self._center[part] + spread * noise
-            return self.gradient(Group([chain], 0, weights, {}))[0]
+                away = spread * noise if unit is None else spread * noise * unit[part]
+                weights[:, part] = self._center[part] + away
+            found = self.gradient(Group([chain], 0, weights, {}))[0]
+            return found if unit is None else found * unit
 
         directions = directions_of(gradient, most, moving.whole.total, self.model.crew) if most else None
         self.model.let_go()
         if directions is None:
             return None
         compiled = self._compiled and self.model.device.type == "cuda"
-        return Thermometer(directions, self._center, posterior, self.model.crew, compiled=compiled)
+        return Thermometer(directions, self._center, posterior, self.model.crew, unit=unit, compiled=compiled)
 
     def _mean_loss_gradient(self, weights: Tensor, batches: list[np.ndarray]) -> Float[Tensor, "chain weight"]:
         """The gradient on each chain's minibatch; in pieces of it once memory has run out."""
@@ -246,7 +273,8 @@ class Dynamics:
             if mirrored:
                 noise[mirrored] *= -1
             block = {name: value[:, part] if self._per_weight(value) else value for name, value in before.items()}
-            moved = (group.weights[:, part], gradient[:, part], noise, block, self._center[part], burning_in)
+            unit = None if self._unit is None else self._unit[part]
+            moved = (group.weights[:, part], gradient[:, part], noise, block, self._center[part], unit, burning_in)
             # A step writes when all is computed, so that one that found no room can be made again.
             after = self.model.with_room(functools.partial(self._move, *moved))
         torch.autograd.graph.increment_version(group.weights)  # said aloud, since a compiled step may not
@@ -262,14 +290,27 @@ class Dynamics:
         return statistic.ndim == 2 and statistic.shape[1] == self.model.moving.total
 
     def _step(
-        self, weights: Tensor, gradient: Tensor, noise: Tensor, statistics: Statistics, center: Tensor, burning_in: bool
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        noise: Tensor,
+        statistics: Statistics,
+        center: Tensor,
+        unit: Tensor | None,
+        burning_in: bool,
     ) -> Statistics:
-        """Move a block of weights, and what is known of each of them, in place: one pass over memory if compiled."""
-        potential = self.config.posterior.potential(center.to(weights.dtype))
+        """Move a block of weights, and what is known of each of them, in place: one pass over memory if compiled.
+
+        This is where the metric is: the sampler moves u = (w − w*)/unit, where the gradient is unit·∇L̄.
+        """
+        center, gradient = center.to(weights.dtype), gradient.to(weights.dtype)
+        at, around = weights, center
+        if unit is not None:
+            at, around, gradient = (weights - center) / unit, _nowhere(center), unit * gradient
         moved, after = self.config.sampler.step(
-            weights, gradient.to(weights.dtype), noise, statistics, potential, burning_in=burning_in
+            at, gradient, noise, statistics, self._posterior.potential(around), burning_in=burning_in
         )
-        weights.copy_(moved)
+        weights.copy_(moved if unit is None else center + unit * moved)
         for name, value in statistics.items():
             if value.shape == weights.shape:
                 value.copy_(after[name])
@@ -297,6 +338,11 @@ class Dynamics:
             # A copy, whole however the model is spread: the next step is made in place.
             seen["weights"] = torch.stack([self.model.gather(flat).cpu() for flat in group.weights])
         return seen
+
+
+def _nowhere(weights: Float[Tensor, "*some weight"]) -> Float[Tensor, "*some weight"]:
+    """No distance from w*, of the shape of these; takes no memory."""
+    return weights.new_zeros(()).expand_as(weights)
 
 
 def full_gradient(model: FunctionalModel, loss: Loss, data: Data, batch_size: int) -> Float[Tensor, " weight"]:

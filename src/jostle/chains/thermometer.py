@@ -49,8 +49,9 @@ class Thermometer:
     Args:
         directions: each gives ‖v‖² by itself; orthogonal ones tell the most.
         center: w*.
-        posterior: what the chains sample.
+        posterior: what the chains sample, in units of the metric.
         crew: the processes that hold the weights.
+        unit: of the metric, where there is one: everything is then read in u = (w − w*)/unit, directions as well.
         compiled: whether to read in one pass over memory.
     """
 
@@ -61,9 +62,11 @@ class Thermometer:
         posterior: Posterior,
         crew: Crew,
         *,
+        unit: Float[Tensor, " weight"] | None = None,
         compiled: bool = False,
     ) -> None:
         self.directions, self._center, self._posterior, self._crew = directions, center, posterior, crew
+        self._unit = unit
         self._along, self._block = _along, None
         if compiled:
             self._along, self._block = torch.compile(_along, dynamic=False), COMPILED_BLOCK
@@ -80,7 +83,8 @@ class Thermometer:
         both = weights.new_zeros(2, len(weights), len(self.directions))
         for part in _blocks(self.directions, rows, self._block):
             center, gradient = self._center[part], mean_loss_gradient[:, part]
-            both += self._along(self.directions[:, part], weights[:, part], center, gradient)
+            unit = None if self._unit is None else self._unit[part]
+            both += self._along(self.directions[:, part], weights[:, part], center, unit, gradient)
         moved, slope = self._crew.sum(both).double()
         # The potential's gradient is linear in all of these, and so it is along a direction what it is as a whole.
         along = self._posterior.potential(self._center_along).gradient(self._center_along + moved, slope)
@@ -91,11 +95,12 @@ def _along(
     directions: Float[Tensor, "direction some_weight"],
     weights: Float[Tensor, "chain some_weight"],
     center: Float[Tensor, " some_weight"],
+    unit: Float[Tensor, " some_weight"] | None,
     gradient: Float[Tensor, "chain some_weight"],
 ) -> Float[Tensor, "2 chain direction"]:
     """How far from w* the weights are along each direction, and what the gradient is along it."""
     away = weights - center
-    both = (away, gradient.to(away))
+    both = (away, gradient.to(away)) if unit is None else (away / unit, unit * gradient.to(away))
     if weights.is_cuda:  # where a product of matrices takes far longer, as narrow as these are; a CPU is the other way
         return torch.stack([(directions * vectors[:, None]).sum(2) for vectors in both])
     return torch.stack([vectors @ directions.to(vectors).T for vectors in both])

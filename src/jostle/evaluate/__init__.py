@@ -11,10 +11,11 @@ from jostle.evaluate.metrics import (
     removal,
     repeatability,
     self_influence,
+    slope,
 )
 from jostle.evaluate.report import Report, Row, compare
 from jostle.evaluate.retraining import Measure, retrain
-from jostle.evaluate.subsets import Subsets, leave_one_out, random_subsets, removals
+from jostle.evaluate.subsets import Subsets, leave_one_out, random_drops, random_subsets, removals
 from jostle.evaluate.training import Trainer
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "leave_one_out",
     "leave_one_out_correlation",
     "mislabel_detection",
+    "random_drops",
     "random_subsets",
     "removal",
     "removals",
     "repeatability",
     "retrain",
     "self_influence",
+    "slope",
 ]

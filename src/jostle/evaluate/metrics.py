@@ -5,7 +5,9 @@ Trained on a subset D, every example outside of it loses its weight, so the loss
 
     φⱼ(D) ≈ φⱼ(all) − Σ_{i∉D} τᵢⱼ = constantⱼ + Σ_{i∈D} τᵢⱼ,
 
-with the sign as stored. Constants and the positive factor do not matter to a rank correlation over subsets.
+with the sign as stored. Constants and the positive factor do not matter to a rank correlation over subsets. In a bank
+of drops, φⱼ(all) is known from a training with the same seed, batches and order: there the change itself is predicted,
+and the factor is measured as a slope.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from jaxtyping import Bool, Float
 from jostle.errors import ChainsFailedError, InputError
 from jostle.evaluate.bank import Bank, require_bank
 from jostle.evaluate.inputs import Given, scores_of
+from jostle.evaluate.subsets import DROPS
 from jostle.runs.run import Run
 from jostle.scores import Scores
 
@@ -65,7 +68,7 @@ class Measured:
         subsets that are good to one are good to the other.
         """
         if self.resampled is None or self.resampled != other.resampled:
-            expected = "two of lds(), or of removal(), with the same bank, per, correlation, bootstrap and seed"
+            expected = "two of lds(), of slope(), or of removal(), with the same bank and the same other arguments"
             raise InputError("a difference", got="what was not resampled alike", expected=expected)
         replicates = self.replicates - other.replicates
         return Measured(self.value - other.value, _spread(replicates), replicates=replicates, resampled=self.resampled)
@@ -107,7 +110,8 @@ def lds(
     is does well there; see the control `jostle.attributors.query_difficulty`.
 
     Args:
-        bank: retrainings on random subsets, or on all examples but one.
+        bank: retrainings on random subsets, on all examples but one, or with small random sets left out (drops). Of
+            drops, what is ranked is the change from the training of the same seed with nothing left out.
         scores: of the bank's training examples on its queries; a bare array of them will do.
         per: over what one correlation is taken.
         correlation: of ranks, or of values.
@@ -125,7 +129,37 @@ def lds(
     given = scores_of(scores)
     bank.check(given)
     predicted = [predicted_losses(bank, given)]
-    return lds_of(predicted, bank.values(), per=per, correlation=correlation, bootstrap=bootstrap, seed=seed)[0]
+    return lds_of(predicted, real_losses(bank), per=per, correlation=correlation, bootstrap=bootstrap, seed=seed)[0]
+
+
+def slope(bank: Bank, scores: Given, *, pooled: bool = False, bootstrap: int = BOOTSTRAP, seed: int = 0) -> Measured:
+    """How much a loss really changes for each unit of predicted change, when small sets are left out.
+
+    For each query, least squares with an intercept of the real change on the predicted one over drops,
+
+        bⱼ = Cov_D(Δⱼ, pⱼ) / Var_D(pⱼ),   pⱼ(D) = −Σ_{i∉D} τᵢⱼ;
+
+    the number is the median over queries. Scores whose unit is nats have a slope of 1; of others it says what their
+    unit is. Noise in the predictions makes it smaller. A query whose predictions are constant counts as 0.
+
+    Args:
+        bank: retrainings with random sets left out (`random_drops`).
+        scores: of the bank's training examples on its queries; a bare array of them will do.
+        pooled: one least squares for all queries together, each with its own intercept,
+            Σⱼ Cov(Δⱼ, pⱼ) / Σⱼ Var(pⱼ): queries whose predictions vary most weigh most.
+        bootstrap: how many times queries and drops are resampled for the standard error.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: another bank, scores of other data or of another size, or constant ones.
+    """
+    require_bank(bank)
+    if bank.subsets.kind != DROPS:
+        raise InputError("bank", got=f"subsets of kind {bank.subsets.kind!r}", expected="those of random_drops()")
+    given = scores_of(scores)
+    bank.check(given)
+    predicted = [predicted_losses(bank, given)]
+    return slopes_of(predicted, real_losses(bank), pooled=pooled, bootstrap=bootstrap, seed=seed)[0]
 
 
 def leave_one_out_correlation(
@@ -147,8 +181,11 @@ def leave_one_out_correlation(
 
 
 def predicted_losses(bank: Bank, scores: Scores) -> Float[np.ndarray, "subset query"]:
-    """Σ_{i∈D} τᵢⱼ for every subset D and query j: the predicted losses, up to what does not depend on the subset."""
-    members = bank.subsets.members.astype(np.float64)
+    """Σ_{i∈D} τᵢⱼ for every subset D and query j: the predicted losses, up to what does not depend on the subset.
+
+    Of drops, −Σ_{i∉D} τᵢⱼ: the predicted change.
+    """
+    members = bank.subsets.members.astype(np.float64) - (bank.subsets.kind == DROPS)
     train, queries = scores.values.shape
     predicted = np.zeros((len(members), queries))
     rows = max(1, BLOCK_BYTES // (8 * queries))
@@ -161,6 +198,23 @@ def predicted_losses(bank: Bank, scores: Scores) -> Float[np.ndarray, "subset qu
     return predicted
 
 
+def real_losses(bank: Bank) -> Float[np.ndarray, "subset seed query"]:
+    """What is predicted: the losses or, of drops, their change from the training of the same seed on all examples.
+
+    NaN where a retraining is missing, and of drops where nothing is left out.
+    """
+    losses = bank.values()
+    if bank.subsets.kind != DROPS:
+        return losses
+    whole = bank.subsets.members.all(1)
+    without, *_ = losses[whole] if whole.any() else [np.full(losses.shape[1:], np.nan)]
+    if not np.isfinite(without).any():
+        raise InputError("bank", got="no finished training with nothing left out", expected="it, to compare with")
+    changes = losses.astype(np.float64) - without
+    changes[whole] = np.nan
+    return changes
+
+
 def repeatability(bank: Bank) -> float | None:
     """The mean correlation, per query over subsets, of the losses from half of the seeds with those from the others.
 
@@ -168,7 +222,7 @@ def repeatability(bank: Bank) -> float | None:
     method can have a high LDS.
     """
     require_bank(bank)
-    losses = bank.values()
+    losses = real_losses(bank)
     halves = losses[:, 0::2], losses[:, 1::2]
     both = [np.isfinite(half[:, :, 0]).any(1) for half in halves]
     rows = both[0] & both[1] if halves[1].shape[1] else np.zeros(len(losses), bool)
@@ -193,25 +247,15 @@ def lds_of(
     """
     if per not in ("query", "subset"):
         raise InputError("per", got=repr(per), expected="'query' or 'subset'")
-    done = np.isfinite(losses[:, :, 0])
-    finished = done.any(1)
-    if finished.sum() < 3:
-        raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
-    losses = _seed_means(losses[finished].astype(np.float64))
+    finished, losses = _finished(losses)
     subsets, queries = losses.shape
-    generator = np.random.default_rng(seed)
+    of_subsets, of_queries = _resamples(subsets, queries, bootstrap, seed)
 
     def ranked(values: Float[np.ndarray, "subset query"]) -> Float[np.ndarray, "row column"]:
         """One correlation a row; Spearman's is Pearson's of ranks."""
         rows = values.T if per == "query" else values
         return _ranks(rows) if correlation == "spearman" else np.ascontiguousarray(rows)
 
-    def resampled(count: int) -> np.ndarray:
-        return generator.multinomial(count, np.full(count, 1 / count)).astype(float)
-
-    of_subsets, of_queries = np.empty((subsets, bootstrap)), np.empty((queries, bootstrap))
-    for index in range(bootstrap):
-        of_subsets[:, index], of_queries[:, index] = resampled(subsets), resampled(queries)
     # Ranks are those among all subsets, not among the resampled ones: a difference of order 1/subsets, of a spread.
     columns, rows = (of_subsets, of_queries) if per == "query" else (of_queries, of_subsets)
 
@@ -224,6 +268,69 @@ def lds_of(
         Measured(float(one.mean()), _spread(found), one, found, alike)
         for one, found in zip(each, replicates, strict=True)
     ]
+
+
+def slopes_of(
+    predictions: Sequence[Float[np.ndarray, "subset query"]],
+    changes: Float[np.ndarray, "subset seed query"],
+    *,
+    pooled: bool,
+    bootstrap: int,
+    seed: int,
+) -> list[Measured]:
+    """The slope of several methods at once: what is resampled is the same for all."""
+    finished, changes = _finished(changes)
+    drops, queries = changes.shape
+    of_drops, of_queries = _resamples(drops, queries, bootstrap, seed)
+    once = np.ones((drops, 1)), np.ones((queries, 1))
+    alike = ("slope", pooled, bootstrap, seed, changes.shape, zlib.crc32(changes.tobytes()))
+    found = []
+    for predicted in predictions:
+        pair = np.ascontiguousarray(predicted[finished].T), np.ascontiguousarray(changes.T)
+        each, (value,) = _slopes(*pair, *once, pooled)
+        replicates = _slopes(*pair, of_drops, of_queries, pooled)[1]
+        found.append(Measured(float(value), _spread(replicates), each[:, 0], replicates, alike))
+    return found
+
+
+def _slopes(
+    predicted: Float[np.ndarray, "query drop"],
+    real: Float[np.ndarray, "query drop"],
+    of_drops: Float[np.ndarray, "drop resample"],
+    of_queries: Float[np.ndarray, "query resample"],
+    pooled: bool,
+) -> tuple[Float[np.ndarray, "query resample"], Float[np.ndarray, " resample"]]:
+    """The slope of each query, and of all, where drops and queries count as often as they were drawn."""
+    covariance, variance, _ = _moments(predicted, real, of_drops)
+    each = np.where(variance > 0, covariance / np.where(variance > 0, variance, 1), 0.0)
+    if pooled:
+        total = (of_queries * variance).sum(0)
+        return each, np.where(total > 0, (of_queries * covariance).sum(0) / np.where(total > 0, total, 1), 0.0)
+    often = of_queries.astype(int)
+    return each, np.array([np.median(np.repeat(*both)) for both in zip(each.T, often.T, strict=True)])
+
+
+def _finished(
+    losses: Float[np.ndarray, "subset seed query"],
+) -> tuple[Bool[np.ndarray, " subset"], Float[np.ndarray, "finished query"]]:
+    """Which subsets were trained on, and the means of their seeds."""
+    finished = np.asarray(np.isfinite(losses[:, :, 0]).any(1))
+    if finished.sum() < 3:
+        raise InputError("bank", got=f"{finished.sum()} finished subsets", expected="at least 3 to correlate over")
+    return finished, _seed_means(losses[finished].astype(np.float64))
+
+
+def _resamples(
+    subsets: int, queries: int, bootstrap: int, seed: int
+) -> tuple[Float[np.ndarray, "subset resample"], Float[np.ndarray, "query resample"]]:
+    """How often each subset and each query is drawn, each time that they are drawn again."""
+    generator = np.random.default_rng(seed)
+    drawn = [
+        [generator.multinomial(count, np.full(count, 1 / count)).astype(float) for count in (subsets, queries)]
+        for _ in range(bootstrap)
+    ]
+    of_subsets, of_queries = (np.array(one).T for one in zip(*drawn, strict=True))
+    return np.ascontiguousarray(of_subsets), np.ascontiguousarray(of_queries)
 
 
 def _resampled_mean(
@@ -246,6 +353,17 @@ def correlations(
     weights: Float[np.ndarray, "column resample"],
 ) -> Float[np.ndarray, "row resample"]:
     """Pearson's correlation of each pair of rows, where column k counts ``weights[k]`` times; 0 for a constant row."""
+    product, *variances = _moments(left, right, weights)
+    both = variances[0] * variances[1]
+    return np.where(both > 0, product / np.sqrt(np.where(both > 0, both, 1)), 0.0)
+
+
+def _moments(
+    left: Float[np.ndarray, "row column"],
+    right: Float[np.ndarray, "row column"],
+    weights: Float[np.ndarray, "column resample"],
+) -> tuple[Float[np.ndarray, "row resample"], ...]:
+    """The covariance of each pair of rows and their variances, 0 where they are rounding, with columns so weighted."""
     share = weights / weights.sum(0)
     # Around the mean of all, so that what is taken off for that of the resampled is small.
     a, b = (one - one.mean(1, keepdims=True) for one in (left, right))
@@ -253,12 +371,11 @@ def correlations(
     product = (a * b) @ share - mean_a * mean_b
     a **= 2
     b **= 2
-    variances, defined = np.ones_like(product), np.ones(product.shape, bool)
+    variances = []
     for squares, mean in ((a @ share, mean_a), (b @ share, mean_b)):
         variance = squares - mean**2
-        defined &= variance > CONSTANT * squares
-        variances *= variance
-    return np.where(defined, product / np.sqrt(np.where(defined, variances, 1)), 0.0)
+        variances.append(np.where(variance > CONSTANT * squares, variance, 0.0))
+    return product, *variances
 
 
 def _spread(replicates: Sequence[float] | Float[np.ndarray, " resample"]) -> float:

@@ -28,16 +28,21 @@ from jostle.evaluate.metrics import (
     lds_of,
     mislabel_detection,
     predicted_losses,
+    real_losses,
     removal,
     repeatability,
     self_influence,
+    slopes_of,
 )
+from jostle.evaluate.subsets import DROPS
 from jostle.runs.run import Run, load
 from jostle.scores import Scores
 
 DODGED_WIDTH, LARGEST_DODGE = 0.5, 0.08
 """How much of the way from one number to the next all methods take, and one at most."""
 METHOD_COLOUR, CONTROL_COLOUR = plots.BLUE, "#999999"
+
+SLOPES = "slope", "pooled slope"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Row:
         seconds: what the scores took, where that is known.
         mislabels: what self-influence finds, where mislabelled examples were given.
         more: by how much its headline is above that of the method it is compared with, where there is one.
+        slopes: of drops, how much a loss really changes for each unit of predicted change: the median over queries,
+            and pooled (`jostle.evaluate.slope`); None for controls, which have no unit.
     """
 
     method: str
@@ -62,6 +69,7 @@ class Row:
     seconds: float | None = None
     mislabels: Detection | None = None
     more: Measured | None = None
+    slopes: tuple[Measured, Measured] | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +86,9 @@ class Row:
             "seconds": self.seconds,
             "mislabels": None if self.mislabels is None else self.mislabels.auroc.to_dict(),
             "more": None if self.more is None else self.more.to_dict(),
+            "slopes": None
+            if self.slopes is None
+            else dict(zip(SLOPES, map(Measured.to_dict, self.slopes), strict=True)),
         }
 
 
@@ -115,12 +126,19 @@ class Report:
         return text
 
     @property
+    def headline(self) -> str:
+        """What the number by which methods are compared is called."""
+        return "leave-one-out" if self.kind == "leave-one-out" else "LDS per query"
+
+    @property
     def notes(self) -> list[str]:
         """How its tables are read."""
         headline = "per query is the headline; per subset is the paper's, where knowing how hard a query is suffices"
         read = ["± is a 95 % interval", *([headline] if self.kind == "random" else [])]
+        if self.kind == DROPS:
+            read.append("slope: real on predicted change, the median over queries and pooled; 1 for scores in nats")
         if self.against is not None:
-            what = "LDS per query" if self.kind == "random" else "correlation"
+            what = "correlation" if self.kind == "leave-one-out" else self.headline
             read.append(f"difference: how far the {what} is above that of {self.against}, on the same resamples")
         return [*read, *self.remarks]
 
@@ -129,14 +147,15 @@ class Report:
         """What is printed: rows of cells, the first of them a heading."""
         if self.removed is not None:
             return self.removed.tables
-        random = self.kind == "random"
         columns = [["method", *(row.name for row in self.rows)]]
-        columns.append(["LDS per query" if random else "leave-one-out", *(str(row.per_query) for row in self.rows)])
+        columns.append([self.headline, *(str(row.per_query) for row in self.rows)])
         if self.against is not None:
             differences = ("" if row.more is None else f"{row.more:+}" for row in self.rows)
             columns.append(["difference", *differences])
-        if random:
+        if self.kind == "random":
             columns.append(["LDS per subset", *(str(row.per_subset) for row in self.rows)])
+        for place, name in enumerate(SLOPES if self.kind == DROPS else ()):
+            columns.append([name, *("" if row.slopes is None else str(row.slopes[place]) for row in self.rows)])
         if any(row.mislabels is not None for row in self.rows):
             found = ("" if row.mislabels is None else str(row.mislabels.auroc) for row in self.rows)
             columns.append(["AUROC of mislabels", *found])
@@ -242,19 +261,26 @@ def compare(
         bank.check(given, name)
     everything = itertools.chain(methods.values(), (make() for make in blind.values()))
     predictions, named = [predicted_losses(bank, given) for given in everything], [*methods, *blind]
-    losses = bank.values()
+    losses = real_losses(bank)
     per_query = lds_of(predictions, losses, per="query", bootstrap=bootstrap, seed=seed)
     per_subset: list[Measured | None] = [None] * len(named)
     if bank.subsets.kind == "random":
         per_subset = [*lds_of(predictions, losses, per="subset", bootstrap=bootstrap, seed=seed)]
+    slopes: list[tuple[Measured, Measured] | None] = [None] * len(named)
+    if bank.subsets.kind == DROPS and methods:
+        both = (
+            slopes_of(predictions[: len(methods)], losses, pooled=pooled, bootstrap=bootstrap, seed=seed)
+            for pooled in (False, True)
+        )
+        slopes[: len(methods)] = zip(*both, strict=True)
     other = None if against is None else per_query[named.index(against)]
     taken = {name: given.provenance.get("seconds") for name, given in methods.items()} | dict(seconds or {})
     rows = [
         Row(
             name, name in blind, headline, papers, taken.get(name), (mislabels or {}).get(name),
-            None if other is None or name == against else headline - other,
+            None if other is None or name == against else headline - other, own,
         )
-        for name, headline, papers in zip(named, per_query, per_subset, strict=True)
+        for name, headline, papers, own in zip(named, per_query, per_subset, slopes, strict=True)
     ]  # fmt: skip
     remarks = _remarks(losses, methods)
     return Report(rows, bank.subsets.kind, bank.summary(), repeatability(bank), remarks=remarks, against=against)
@@ -356,7 +382,8 @@ def _tokens(run: Run) -> tuple[list[Any], list[Any]] | None:
 
 def draw_rows(figure: Any, rows: Sequence[Row], kind: str = "random", against: str | None = None) -> None:
     """Draw each method's number with its 95 % interval; the headline on the left, and what it is above another's."""
-    headline = "LDS per query, over subsets" if kind == "random" else "leave-one-out correlation per query"
+    over = {"random": "LDS per query, over subsets", DROPS: "LDS per query, over drops"}
+    headline = over.get(kind, "leave-one-out correlation per query")
     metrics = [("per_query", headline)]
     if against is not None:
         metrics.append(("more", f"the same, less that of {against}"))

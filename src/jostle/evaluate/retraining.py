@@ -22,8 +22,8 @@ from jostle.chains.progress import telling
 from jostle.data.datasets import Collate, Data
 from jostle.errors import InputError, RetrainingFailedWarning, warn
 from jostle.evaluate.bank import LOSS, Bank
-from jostle.evaluate.subsets import Subsets
-from jostle.evaluate.training import TRIED, Trainer
+from jostle.evaluate.subsets import DROPS, Subsets
+from jostle.evaluate.training import TRIED, Job, Trainer
 from jostle.losses import Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import Observable, eval_mode, sample_means
@@ -60,10 +60,11 @@ def retrain(
 
     Args:
         train_function: ``train(indices, seed) -> model``. All its randomness should come from the seed. A `Trainer`
-            trains many small models at once, where that is quicker.
+            trains many small models at once, where that is quicker. For drops it has a method
+            ``with_weights(weights, seed) -> model`` as well (`Trainer.with_weights`), which is called instead.
         train: the training examples, of which subsets are taken; only their fingerprint and number are used here.
         query: the examples whose losses are kept.
-        subsets: `random_subsets`, `leave_one_out` or `removals`.
+        subsets: `random_subsets`, `random_drops`, `leave_one_out` or `removals`.
         out: the directory of the bank.
         seeds: how often each subset is trained on, with seeds 0, 1, ...; losses are averaged over them.
         loss: as for `jostle.attribute`; a sequence's loss is the mean of its tokens'.
@@ -90,7 +91,8 @@ def retrain(
         raise InputError(
             "subsets",
             got=f"a {type(subsets).__name__}",
-            expected="random_subsets, leave_one_out, removals, or of your own: Subsets(members, 'random')",
+            expected="random_subsets, random_drops, leave_one_out, removals, or of your own: "
+            "Subsets(members, 'random')",
             fix="members[k, i] says whether subset k holds example i",
         )
     wrong_length = isinstance(train, tuple) and subsets.members.shape[1] == len(train)
@@ -101,6 +103,8 @@ def retrain(
             expected=f"{len(data['train'])}, as in train",
             fix="len() of a tuple of tensors is how many tensors there are" if wrong_length else "",
         )
+    if subsets.kind == DROPS:
+        _require_weights(train_function, subsets, dtype)
     bank = Bank.create(
         out, subsets, queries=len(data["query"]), dtype=dtype, shapes=None if like is None else shapes_of(like),
         fingerprints={name: one.fingerprint() for name, one in data.items()},
@@ -167,8 +171,8 @@ def retrain(
                     if not group:
                         return
                     begun.extend(group)
-                    indices = [subsets.indices(subset) for subset, _ in group]
-                    yield joblib.delayed(_retrain)(train_function, measure, indices, group)
+                    jobs_of = [_job(subsets, *pair) for pair in group]
+                    yield joblib.delayed(_retrain)(train_function, measure, jobs_of, group)
 
             parallel: Any = joblib.Parallel(n_jobs=jobs, **options)
             broken = False
@@ -244,24 +248,23 @@ class _Outcome:
 
 def _at_once(train: Trainer, subsets: Subsets, todo: list[tuple[int, int]]) -> tuple[int, str]:
     """How many models to train at once, and how that is said; ``todo`` is sorted, so that such stand side by side."""
-    steps = [train.steps(int(size)) for size in subsets.members.sum(1)]
+    steps = [train.steps(len(_job(subsets, subset, 0).indices)) for subset in range(len(subsets))]
     todo.sort(key=lambda pair: steps[pair[0]])
     (commonest, count), *_ = Counter(steps[subset] for subset, _ in todo).most_common()
     alike = [pair for pair in todo if steps[pair[0]] == commonest]
     some = alike[: 1 if train.at_once == 1 else max(TRIED)]
     if len(some) > 1:  # randomness may be what cannot be stacked
         some[1] = next((pair for pair in alike if pair[1] != some[0][1]), some[1])
-    found = train.most_at_once([(subsets.indices(subset), seed) for subset, seed in some], of=count)
+    found = train.most_at_once([_job(subsets, *pair) for pair in some], of=count)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found
 
 
 def _retrain(
-    train_function: TrainFunction, measure: Measure, indices: list[np.ndarray], pairs: list[tuple[int, int]]
+    train_function: TrainFunction, measure: Measure, jobs: list[Job], pairs: list[tuple[int, int]]
 ) -> list[_Outcome]:
     """Several retrainings at once, wherever they run; one by one where that fails, to tell which it was."""
-    jobs = [(own, seed) for own, (_, seed) in zip(indices, pairs, strict=True)]
     if isinstance(train_function, Trainer) and len(jobs) > 1:
         try:
             models = train_function.together(jobs)
@@ -271,8 +274,40 @@ def _retrain(
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             log.warning("%d models at once failed (%s), so they are trained one by one", len(pairs), error)
     return [
-        _outcome(lambda job=job: train_function(*job), measure, *pair) for job, pair in zip(jobs, pairs, strict=True)
+        _outcome(lambda job=job: _train(train_function, job), measure, *pair)
+        for job, pair in zip(jobs, pairs, strict=True)
     ]
+
+
+def _train(train_function: Any, job: Job) -> Any:
+    if job.weights is None:
+        return train_function(job.indices, job.seed)
+    return train_function.with_weights(job.weights, job.seed)
+
+
+def _job(subsets: Subsets, subset: int, seed: int) -> Job:
+    """A training on one subset; of drops, one on all examples, where those that are left out have weight 0."""
+    if subsets.kind != DROPS:
+        return Job(subsets.indices(subset), seed)
+    members = subsets.members[subset]
+    return Job(np.arange(len(members)), seed, members.astype(np.float64))
+
+
+def _require_weights(train_function: Any, subsets: Subsets, dtype: str) -> None:
+    """Refuse what cannot train with weights, has nothing to compare drops with, or rounds small changes away."""
+    if not callable(getattr(train_function, "with_weights", None)):
+        raise InputError(
+            "train_function",
+            got=f"a {type(train_function).__name__} that cannot leave out examples of a batch",
+            expected="a Trainer, or an object with a method with_weights(weights, seed) -> model",
+            fix="multiply each example's loss by its weight, and divide by what the batch has without weights",
+        )
+    if not subsets.members.all(1).any():
+        raise InputError(
+            "subsets", got="drops without a row of all examples", expected="one to compare with, as of random_drops()"
+        )
+    if dtype == "float16":
+        raise InputError("dtype", got=dtype, expected="float32 for drops, which change losses by little")
 
 
 def _outcome(train: Callable[[], Any], measure: Measure, subset: int, seed: int) -> _Outcome:

@@ -1,4 +1,7 @@
-"""Which examples a model is trained on again: random subsets, all but one, all but those that matter most."""
+"""Which examples a model is trained on again: random subsets, all but one, all but those that matter most.
+
+Of drops, what is left out stays in its batches with weight 0.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from jaxtyping import Bool, Int
 from jostle.errors import InputError
 from jostle.evaluate.inputs import Given, named_scores, require_ranks
 
+DROPS = "drops"
+"""The kind of subsets whose missing examples stay in their batches, with weight 0."""
+
 
 @dataclass(frozen=True, eq=False)
 class Subsets:
@@ -19,7 +25,8 @@ class Subsets:
 
     Attributes:
         members: which examples each subset holds.
-        kind: ``"random"``, ``"leave-one-out"`` or ``"removal"``; it says what a bank of them can be asked.
+        kind: ``"random"``, ``"drops"``, ``"leave-one-out"`` or ``"removal"``; it says how models are trained on them,
+            and what a bank of them can be asked.
         labels: what is known of each subset (which examples it lacks, and why), for some kinds.
     """
 
@@ -59,6 +66,30 @@ def random_subsets(of: int, count: int, *, share: float = 0.5, seed: int = 0, in
     if not members.any(1).all():
         raise InputError("share", got=f"{share}, which leaves a subset empty", expected="a larger share")
     return Subsets(members, "random")
+
+
+def random_drops(of: int, count: int, *, size: int, seed: int = 0) -> Subsets:
+    """All of ``of`` examples, and ``count`` times all but ``size`` of them, drawn without replacement.
+
+    An example is left out by giving its loss weight 0: batches, their order and their denominators stay those of the
+    training on all examples, which is the first row. So a drop changes a loss by what its examples did, and by nothing
+    else. Drop k depends on (seed, k) alone: more drops leave the first ones as they were.
+
+    Args:
+        of: n, the number of training examples.
+        count: the number of drops.
+        size: how many examples each leaves out; 2 % of them, say.
+        seed: the only source of randomness.
+    """
+    if not 1 <= size < of:
+        raise InputError("size", got=size, expected=f"a number of examples from 1 to {of - 1}")
+    if count < 1:
+        raise InputError("count", got=count, expected="a positive number of drops")
+    members = np.ones((1 + count, of), bool)
+    for k in range(count):
+        members[1 + k, np.random.default_rng((seed, k)).permutation(of)[:size]] = False
+    labels = [{"method": "none", "k": 0}, *({"method": "random", "k": int(size)} for _ in range(count))]
+    return Subsets(members, DROPS, labels)
 
 
 def leave_one_out(of: int, which: Sequence[int] | None = None) -> Subsets:

@@ -10,7 +10,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -24,10 +25,26 @@ from jostle.errors import InputError
 from jostle.losses import Batch, Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_losses, in_words, vmap_differs
-from jostle.models.functional import Called, eval_mode, places_of, sample_means
+from jostle.models.functional import Called, eval_mode, places_of, real_tokens, sample_means
 
-Job = tuple[Int[np.ndarray, " member"], int]
-"""What one model is trained on: indices of examples, and a seed."""
+Pair = tuple[Int[np.ndarray, " member"], int]
+"""The first two of a `Job`."""
+Alike = Literal["sequences", "tokens"]
+
+
+class Job(NamedTuple):
+    """What one model is trained on.
+
+    Attributes:
+        indices: of examples.
+        seed: of the model and of the order of its batches.
+        weights: by which each of these examples' losses is multiplied; None for 1.
+    """
+
+    indices: Int[np.ndarray, " member"]
+    seed: int
+    weights: Float[np.ndarray, " member"] | None = None
+
 
 TRIED, WORTH_IT = (1, 4, 16, 64, 256), 1.1
 """How many models at once are tried, and how much quicker the next must be than the best before it."""
@@ -69,6 +86,8 @@ class Trainer:
         schedule: ``schedule(optimizer, steps) -> torch.optim.lr_scheduler.LRScheduler``, which is stepped with the
             optimizer.
         loss: as for `jostle.attribute`; a sequence's loss is the mean of its tokens'.
+        count_alike: what counts alike in a batch: with ``"sequences"`` its loss is the mean over sequences, with
+            ``"tokens"`` the sum over all tokens' losses divided by their number.
         collate: makes a batch of a list of samples.
         at_once: so many models at once; default: as many as are quickest, which is tried.
 
@@ -89,6 +108,7 @@ class Trainer:
         clip_norm: float | None = None,
         schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None,
         loss: Loss | None = None,
+        count_alike: Alike = "sequences",
         collate: Collate | None = None,
         at_once: int | None = None,
     ) -> None:
@@ -96,6 +116,8 @@ class Trainer:
             given = name == "epochs" or value is not None
             if given and (not isinstance(value, int | np.integer) or value < 1):
                 raise InputError(name, got=repr(value), expected="a positive whole number")
+        if count_alike not in get_args(Alike):
+            raise InputError("count_alike", got=repr(count_alike), expected="'sequences' or 'tokens'")
         if clip_norm is not None and not clip_norm > 0:
             raise InputError("clip_norm", got=clip_norm, expected="a positive length")
         for name, value, of in (("new_model", new_model, "seed"), ("optimizer", optimizer, "parameters")):
@@ -107,6 +129,7 @@ class Trainer:
         self.new_model, self.optimizer, self.schedule = new_model, optimizer, schedule
         self.epochs, self.batch_size, self.clip_norm, self.at_once = epochs, batch_size, clip_norm, at_once
         self.loss = loss or classification_loss()
+        self.count_alike: Alike = count_alike
         self._source, self._collate = train, collate
         self._data: tuple[torch.device, Data] | None = None
 
@@ -122,6 +145,7 @@ class Trainer:
         """Return what is known of the training: a bank is of one."""
         about = {"epochs": self.epochs, "batch_size": self.batch_size or "all", "clip_norm": self.clip_norm or "none"}
         about |= {"loss": described(self.loss), "schedule": "none" if self.schedule is None else "one of your own"}
+        about["count_alike"] = self.count_alike
         with contextlib.suppress(Exception):  # it may want to know of which parameters these are
             optimizer = self.optimizer([nn.Parameter(torch.zeros(1))])
             numbers = {name: value for name, value in optimizer.defaults.items() if type(value) in (int, float, tuple)}
@@ -144,20 +168,29 @@ class Trainer:
 
     def __call__(self, indices: Int[np.ndarray, " member"], seed: int) -> nn.Module:
         """Train one model."""
-        return self.together([(indices, seed)])[0]
+        return self.together([Job(indices, seed)])[0]
 
-    def together(self, jobs: Sequence[Job]) -> list[nn.Module]:
+    def with_weights(self, weights: Float[np.ndarray, " train"], seed: int) -> nn.Module:
+        """Train one model on all examples, where each example's loss is multiplied by its weight.
+
+        Batches, their order and what their losses are divided by are those of the training on all examples. Where
+        examples meet otherwise than in the loss, as in batch norms, those with weight 0 take part.
+        """
+        return self.together([Job(np.arange(len(weights)), seed, weights)])[0]
+
+    def together(self, jobs: Sequence[Job | Pair]) -> list[nn.Module]:
         """Train a model for each, at once those that take as many steps; whether they may be, `most_at_once` says."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for number, (indices, _) in enumerate(jobs):
-            alike.setdefault(self.steps(len(indices)), []).append(number)
+        jobs = [job if isinstance(job, Job) else Job(*job) for job in jobs]
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, job in enumerate(jobs):
+            alike.setdefault((*self.steps(len(job.indices)), job.weights is None), []).append(number)
         models: dict[int, nn.Module] = {}
         for numbers in alike.values():
             (trained,) = deque(self._training([jobs[number] for number in numbers]), maxlen=1)
             models |= zip(numbers, trained.models(), strict=True)
         return [models[number] for number in range(len(jobs))]
 
-    def most_at_once(self, jobs: Sequence[Job], of: int | None = None) -> tuple[int, str]:
+    def most_at_once(self, jobs: Sequence[Job | Pair], of: int | None = None) -> tuple[int, str]:
         """Return how many to train at once, and why, in words.
 
         A few steps are tried. What a single model cannot do, such as a loss that fails, is raised.
@@ -166,12 +199,13 @@ class Trainer:
             jobs: some that take as many steps, of other seeds if there are any.
             of: how many there are in all.
         """
+        jobs = [job if isinstance(job, Job) else Job(*job) for job in jobs]
         with contextlib.closing(self._training(jobs[:1], looking=True)) as steps:
             next(steps)
         if self.at_once == 1 or len(jobs) < 2:
             return 1, "one by one"
         try:
-            failure = self._difference(jobs[0], max(jobs[1:], key=lambda job: job[1] != jobs[0][1]))
+            failure = self._difference(jobs[0], max(jobs[1:], key=lambda job: job.seed != jobs[0].seed))
         except (Exception, SystemExit) as error:  # any model may hit any limit of vmap
             failure = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         if failure is not None:
@@ -183,7 +217,7 @@ class Trainer:
     def _quickest(self, jobs: Sequence[Job], of: int) -> tuple[int, str]:
         rates: dict[int, float] = {}
         best, missed = 1, 0
-        total = of * self.steps(len(jobs[0][0]))[0]
+        total = of * self.steps(len(jobs[0].indices))[0]
         for count in sorted({min(count, len(jobs)) for count in TRIED}):
             if 1 in rates and not self._worth_trying(count, total, rates[best]):
                 break
@@ -208,38 +242,38 @@ class Trainer:
         """Whether a try of so many at once is short, or a small share of all, at the rate of those before it."""
         return count * (WARM_UP + TIMED) <= max(LARGEST_SHARE * total, LONGEST_TRY * rate)
 
-    def _training(self, jobs: Sequence[Job], *, looking: bool = False) -> Generator[_One, None, None]:
+    def _training(self, jobs: Sequence[Job | Pair], *, looking: bool = False) -> Generator[_One, None, None]:
         """Train, step by step; ``looking`` closely at the loss."""
-        jobs = [(_checked(indices), seed) for indices, seed in jobs]
-        steps, size = self.steps(len(jobs[0][0]))
-        with _seeded(jobs[0][1]) if len(jobs) == 1 else contextlib.nullcontext():
+        jobs = [_checked(job) for job in jobs]
+        steps, size = self.steps(len(jobs[0].indices))
+        with _seeded(jobs[0].seed) if len(jobs) == 1 else contextlib.nullcontext():
             stack = self._stack(jobs)
             optimizer = self._optimizer(stack)
             schedule = None if self.schedule is None else self.schedule(optimizer, steps)
             batches = self._batches(jobs, size, stack.device)
             for _ in range(steps):
-                batch = next(batches)
+                batch, weights = next(batches)
                 if looking:
                     stack.look(self.loss, batch, size)
-                self._gradient(stack, batch)
+                self._gradient(stack, batch, weights)
                 optimizer.step()
                 if schedule is not None:
                     schedule.step()
                 yield stack
 
-    def _gradient(self, stack: _One, batch: Batch) -> None:
-        stack.gradient(self.loss, batch)
+    def _gradient(self, stack: _One, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
+        stack.gradient(_Objective(self.loss, self.count_alike), batch, weights)
         if self.clip_norm is not None:
             stack.clip(self.clip_norm)
 
     def _stack(self, jobs: Sequence[Job]) -> _One:
         """New models; one has its randomness from whoever trains it."""
         if len(jobs) == 1:
-            return _One(self._new(jobs[0][1]))
+            return _One(self._new(jobs[0].seed))
         models = []
-        for _, seed in jobs:
-            with _seeded(seed):
-                models.append(self._new(seed))
+        for job in jobs:
+            with _seeded(job.seed):
+                models.append(self._new(job.seed))
         return _Many(models)
 
     def _new(self, seed: int) -> nn.Module:
@@ -264,13 +298,19 @@ class Trainer:
             self._data = device, Data(self._source, "train", collate=self._collate, device=device)
         return self._data[1]
 
-    def _batches(self, jobs: Sequence[Job], size: int, device: torch.device) -> Iterator[Batch]:
-        """The next batch of every model, one after another."""
-        orders = [_orders(indices, seed, size) for indices, seed in jobs]
+    def _batches(
+        self, jobs: Sequence[Job], size: int, device: torch.device
+    ) -> Iterator[tuple[Batch, Float[Tensor, " sample"] | None]]:
+        """The next batch of every model, one after another; and its examples' weights, where jobs have any."""
+        data = self._on(device)
+        given = [_weights_of(job, len(data)) for job in jobs if job.weights is not None]
+        orders = [_orders(job.indices, job.seed, size) for job in jobs]
         while True:
-            yield self._on(device).batch(np.concatenate([next(order) for order in orders]))
+            chosen = [next(order) for order in orders]
+            each = [weights[some] for weights, some in zip(given, chosen, strict=bool(given))]
+            yield data.batch(np.concatenate(chosen)), torch.as_tensor(np.concatenate(each)) if given else None
 
-    def _steps_a_second(self, jobs: Sequence[Job]) -> float:
+    def _steps_a_second(self, jobs: Sequence[Job | Pair]) -> float:
         """Of all these models together; short trainings are timed with their beginnings."""
 
         def without_end() -> Generator[_One, None, None]:
@@ -290,7 +330,7 @@ class Trainer:
         together = self._stack(jobs)
         alone = []
         for job in jobs:
-            with _seeded(job[1]):
+            with _seeded(job.seed):
                 alone.append(self._stack([job]))
         first = alone[0].model
         data = self._on(together.device)
@@ -302,11 +342,11 @@ class Trainer:
         optimizers = [self._optimizer(stack) for stack in (together, *alone)]
         if len({_groups(*pair) for pair in zip(optimizers, (together, *alone), strict=True)}) > 1:
             return "the optimizer has other groups for parameters with one dimension more"
-        size = self.steps(len(jobs[0][0]))[1]
+        size = self.steps(len(jobs[0].indices))[1]
         batches = [self._batches(some, size, together.device) for some in (jobs, jobs[:1], jobs[1:])]
         for longer in (1.0, LARGE):
             for stack, own in zip((together, *alone), batches, strict=True):
-                self._gradient(stack, next(own))
+                self._gradient(stack, *next(own))
             for number, one in enumerate(alone):
                 if not all(value.grad is None or torch.isfinite(value.grad).all() for value in one.parameters):
                     return "gradients are not finite"
@@ -319,7 +359,7 @@ class Trainer:
                 pairs = zip(together.parameters, one.parameters, strict=True)
                 if not all(_close(stacked[number], own, 1e-5) for stacked, own in pairs):
                     return "the optimizer does not treat every number of every model by itself"
-            if longer == 1 and not self._come_out_alike(together, alone, data.batch(jobs[0][0][:2])):
+            if longer == 1 and not self._come_out_alike(together, alone, data.batch(jobs[0].indices[:2])):
                 return "at once, a model comes out differently"
         return None
 
@@ -335,6 +375,26 @@ class Trainer:
         for model in itertools.chain.from_iterable(pairs):
             model.train()
         return True
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """What a step minimizes: Σᵢ wᵢ·ℓᵢ / B of a batch of B or, where tokens count alike, Σᵢ wᵢ·Σₜ ℓᵢₜ / Σᵢ Tᵢ.
+
+    What is divided by has no weights, so that an example of weight 0 takes no part of its batch with it.
+    """
+
+    loss: Loss
+    count_alike: Alike
+
+    def __call__(self, model: nn.Module, batch: Batch, weights: Float[Tensor, " sample"] | None) -> Float[Tensor, ""]:
+        losses = self.loss(model, batch)
+        if losses.ndim == 1 or self.count_alike == "sequences":
+            means = sample_means(losses, self.loss, batch)
+            return (means if weights is None else weights.to(means) * means).mean()
+        real = real_tokens(losses, self.loss, batch)
+        sums = torch.where(real, losses, 0).sum(1)
+        return (sums if weights is None else weights.to(sums) * sums).sum() / real.sum()
 
 
 class _One:
@@ -354,14 +414,14 @@ class _One:
         with torch.no_grad(), _seeded(0), in_words("loss", size), eval_mode(self.model):
             check_losses(loss(self.model, _copied(batch)), size, "loss")
 
-    def gradient(self, loss: Loss, batch: Batch) -> None:
+    def gradient(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         """Take the gradient of the mean loss."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._backward(loss, batch)
+        self._backward(objective, batch, weights)
 
-    def _backward(self, loss: Loss, batch: Batch) -> None:
-        _mean(loss, self.model, batch).backward()
+    def _backward(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
+        objective(self.model, batch, weights).backward()
 
     def clip(self, longest: float) -> None:
         """Cut each model's gradient to a length."""
@@ -396,23 +456,24 @@ class _Many(_One):
     def parameters(self) -> list[Tensor]:
         return [value for value in self._weights.values() if value.requires_grad]
 
-    def _backward(self, loss: Loss, batch: Batch) -> None:
+    def _backward(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         """Of each model's mean loss on its own part of a batch."""
-        call = Called(self.model, lambda model, batch: _mean(loss, model, batch))
+        call = Called(self.model, objective)
 
-        def one(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch) -> Tensor:
-            numbers = {**weights, **buffers}
+        def one(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+            numbers = {**parameters, **buffers}
             given = {f"model.{place}": numbers[name] for name in numbers for place in self._places[name]}
-            return functional_call(call, given, (batch,), tie_weights=False)
+            return functional_call(call, given, inputs, tie_weights=False)
 
-        parts = map_tensors(batch, lambda tensor: tensor.unflatten(0, (len(self._models), -1)))
+        parts = map_tensors((batch, weights), lambda tensor: tensor.unflatten(0, (len(self._models), -1)))
         if not self._looked:  # a loss may look at a model and its numbers once, which it cannot do below
-            self.look(loss, map_tensors(parts, lambda tensor: tensor[0]), _first(parts).shape[1])
+            self.look(objective.loss, map_tensors(parts[0], lambda tensor: tensor[0]), _first(parts).shape[1])
             self._looked = True
         with warnings.catch_warnings(), _kernels_for_vmap(self.device):
             warnings.filterwarnings("ignore", "There is a performance drop")  # is found out by trying
             # A model's loss knows no other's weights, so the gradient of their sum is that of each.
-            vmap(one)(self._weights, self._buffers, parts).sum().backward()
+            in_dims = (0, 0, 0, None if weights is None else 0)
+            vmap(one, in_dims)(self._weights, self._buffers, *parts).sum().backward()
 
     def clip(self, longest: float) -> None:
         gradients = [value.grad for value in self.parameters if value.grad is not None]
@@ -442,10 +503,6 @@ def _layout(model: nn.Module) -> tuple[Any, ...]:
     """What models must have in common."""
     named = (*model.named_parameters(), *model.named_buffers())
     return tuple((name, value.shape, value.dtype, value.device, value.requires_grad) for name, value in named)
-
-
-def _mean(loss: Loss, model: nn.Module, batch: Batch) -> Float[Tensor, ""]:
-    return sample_means(loss(model, batch), loss, batch).mean()
 
 
 def _copied(batch: Batch) -> Batch:
@@ -516,13 +573,24 @@ def _minds_padding(model: nn.Module, loss: Loss, data: Data) -> str | None:
     return None if _close(beside, alone, 1e-4) else "a model minds how long other examples are"
 
 
-def _checked(indices: Any) -> np.ndarray:
-    found = np.asarray(indices)
+def _checked(job: Job | Pair) -> Job:
+    job = Job(*job)
+    found = np.asarray(job.indices)
     if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
         got = f"{len(found)} of {found.dtype}" if found.ndim == 1 else f"an array of shape {found.shape}"
         fix = "np.flatnonzero(mask)" if found.dtype == bool else ""
         raise InputError("indices", got=got, expected="whole numbers of at least one example", fix=fix)
-    return found
+    return job._replace(indices=found)
+
+
+def _weights_of(job: Job, examples: int) -> Float[np.ndarray, " train"]:
+    weights = np.asarray(job.weights, np.float64)
+    if weights.shape != (examples,) or len(job.indices) != examples:
+        got = f"an array of shape {weights.shape}"
+        raise InputError("weights", got=got, expected=f"one for each of the {examples} examples of train")
+    if not np.isfinite(weights).all():
+        raise InputError("weights", got="numbers that are not finite", expected="finite ones")
+    return weights
 
 
 def _orders(indices: np.ndarray, seed: int, size: int) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ import torch
 from jostle.chains.checkpoints import Checkpoints
 from jostle.chains.recording import load_sums
 from jostle.errors import InputError, StorageError
-from jostle.runs.layout import ADDING_QUERIES
+from jostle.runs.layout import ADDING_QUERIES, read_metric
 from jostle.runs.manifest import check_config, place_of_traces, read_config, read_manifest
 from jostle.runs.run import Run
 from jostle.traces.store import Traces
@@ -93,6 +93,7 @@ def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
         where = f"chain {failure['chain']} at step {failure.get('step')}"
         findings.append(Finding("failed chain", f"{where}: {failure.get('reason')}"))
     center = attempt(_check_tensors, directory / "center.safetensors")
+    attempt(read_metric, directory)
     if config["keep"] == "traces":
         traces = attempt(lambda: Traces(place_of_traces(directory, manifest)))
         for name in [] if traces is None else attempt(lambda: traces.arrays) or []:

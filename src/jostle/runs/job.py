@@ -167,6 +167,7 @@ class Job:
         plan.check()
         check_ranks(self._ranks, self._known, self._prepared.at_center, self._in_place.tolerance)
         if dry_run is not None:
+            self._control()  # it times some steps
             try:
                 dry_run(describe_plan(plan, self._prepared))
             except Exception as error:
@@ -212,11 +213,9 @@ class Job:
 
     def choose(self) -> None:
         """Choose how the chains run, unless that was done when the run began, and make them ready."""
-        config, prepared = self._config, self._prepared
-        if config.control_variates and config.posterior.n_beta:
-            # Before anything is compiled, so that a resumed run has the same one to the last bit.
-            loss, data = self._functions.driving_loss, self._data.drawn_from
-            prepared.control(full_gradient(self._in_place, loss, data, config.batch_size))
+        prepared = self._prepared
+        # Before anything is compiled, so that a resumed run has the same one to the last bit.
+        self._control()
         if self._in_place.device.type == "cpu" and self._ranks.leads:
             tell_of_contention()
         with telling(self._shown) as tell:
@@ -226,6 +225,12 @@ class Job:
         if self._dynamics is prepared.alone:  # which may be asked of a run that began with several side by side
             self._execution.chains_at_once = 1
         make_ready(self._execution, self._dynamics, self._in_place)
+
+    def _control(self) -> None:
+        """Take the gradient at w* that steps need, once."""
+        alone, loss, data = self._prepared.alone, self._functions.driving_loss, self._data.drawn_from
+        if alone.needs_center_gradient and alone.center_gradient is None:
+            self._prepared.control(full_gradient(self._in_place, loss, data, self._config.batch_size))
 
     def _chosen(self) -> Execution:
         """As asked, or as is quickest."""

@@ -22,6 +22,7 @@ import numpy as np
 import safetensors
 import torch
 import yaml
+from jaxtyping import Float
 from torch import Tensor
 
 from jostle._version import __version__
@@ -31,7 +32,7 @@ from jostle.chains.observing import Observer
 from jostle.chains.stopping import next_round
 from jostle.chains.thermometer import how_many
 from jostle.config import Config
-from jostle.data.datasets import Data
+from jostle.data.datasets import Data, fingerprint_tensors
 from jostle.errors import InputError, StorageError
 from jostle.files import is_leftover, replace_file, to_disk
 from jostle.models.weights import MovingWeights
@@ -61,6 +62,9 @@ ADDING_QUERIES = "adding queries"
 KEPT_STATE_BYTES = 1 << 30
 """Where the chains of a finished run stand is kept up to this size, for those who want more draws of them; without it,
 chains walk again from w* and arrive at the same place."""
+
+METRIC = "metric.safetensors"
+"""The metric of the posterior, where it has one: with it, the run can go on."""
 
 SAYS_WHICH_QUERIES = (
     "center.safetensors",
@@ -217,6 +221,7 @@ def open_run(
             if name == "config":
                 settings, before = config.to_dict(), read_config(directory)
                 changed = differences({key: before[key] for key in settings if key in before}, settings)
+                _require_same_metric(directory, before, settings)
             raise other_run(directory, changed or [", ".join(both)], OTHER.get(name, f"another {name}"))
     if keep_weights and not Traces(place_of_traces(directory, manifest)).keeps_weights:
         raise InputError(
@@ -240,6 +245,32 @@ def open_run(
                 fix="choose another directory, or delete this one",
             )
     return manifest
+
+
+def _require_same_metric(directory: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse another metric than that of the run, which may be nowhere but in its directory."""
+    before, after = (settings["posterior"].get("metric") for settings in (there, now))
+    if before is not None and before != after:
+        raise InputError(
+            "metric",
+            got=f"{'none' if after is None else f'one of fingerprint {after}'} for {directory}, a run in a metric",
+            expected=f"that of fingerprint {before}",
+            fix=f"call jostle.attribute with Posterior(metric=jostle.runs.layout.read_metric({str(directory)!r})) and "
+            "the run's other arguments, and it goes on",
+        )
+
+
+def read_metric(directory: str | Path) -> Float[Tensor, " weight"] | None:
+    """Return the metric of the run in a directory, as one vector; None where it has none."""
+    directory = Path(directory)
+    expected = read_config(directory).get("posterior", {}).get("metric")
+    if expected is None:
+        return None
+    metric = read_tensors(directory / METRIC)[0].get("metric", torch.empty(0))
+    found = fingerprint_tensors({"": metric})
+    if found != expected:
+        raise InputError(METRIC, got=f"fingerprint {found}", expected=f"{expected}, as config.yaml has it")
+    return metric
 
 
 def require_same_randomness(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -437,6 +468,8 @@ def create_run(
         _write_config(directory, config, source)
         write_examples(directory, examples)
         write_tensors(directory / "center.safetensors", at_center, {})
+        if isinstance(config.posterior.metric, Tensor):
+            write_tensors(directory / METRIC, {"metric": config.posterior.metric}, {})
         if config.keep == "traces":
             dtype = np.dtype(str(next(iter(observers.values())).center_losses.dtype).removeprefix("torch."))
             traces = Traces.create(

@@ -109,7 +109,7 @@ class Prepared:
         return {name: observer.batch_size for name, observer in self.observers.items()}
 
     def control(self, center_gradient: Tensor) -> None:
-        """Give the gradient at w* to those that use it as a control variate."""
+        """Give the gradient at w* to all whose steps use it."""
         for dynamics in (self.alone, self.together, self.spread):
             if dynamics is not None:
                 dynamics.center_gradient = center_gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,8 +88,8 @@ def attribute(
         loss: what is recorded: ``f(model, batch) -> (B,)`` or ``(B, S)``. Default: ``losses.classification()``.
         potential_loss: what drives the chain, where it differs from what is recorded (label smoothing, weighting).
         observables: any other φ: ``{"name": f(model) -> (p,)}``.
-        posterior: nβ, γ, and which weights move. Default: ``Posterior(n_beta=200, localization=1e4)``, of `Gaussian`
-            with ``n_beta=0``.
+        posterior: nβ, γ, which weights move, and in which metric. Default: ``Posterior(n_beta=200, localization=1e4)``,
+            of `Gaussian` with ``n_beta=0``.
         sampler: the update rule and its step size. Default: ``SGLD(step_size=1e-5)``.
         chains: C, the number of chains.
         draws: T, the number of draws from each chain; the most there may be where ``until`` or ``minutes`` is given.
@@ -195,6 +196,7 @@ def attribute(
     )
     manner.check(config)
     moving = MovingWeights(model, config.posterior.weights)
+    config = replace(config, posterior=config.posterior.laid_out(moving))
     fingerprints = {
         "weights": fingerprint_tensors(dict(model.state_dict())),
         "choice of weights": fingerprint_text(" ".join(moving.names)),

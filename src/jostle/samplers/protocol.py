@@ -25,6 +25,9 @@ class Sampler(Protocol):
     shape with them. A rule that needs all weights of a chain at once (for a mean over them) says so with a class
     attribute ``whole_chain = True``; one whose every step is a new draw, with ``independent = True``. Chains that a
     rule of a user's own moves are not spread over threads.
+
+    Where the posterior has a metric D, all of it is in the metric's units, of which a rule need not know: the weights
+    are u = D^½(w − w*), around a centre at 0, and the gradient is D^−½ times that of the mean loss.
     """
 
     def init(self, weights: Weights) -> Statistics:

@@ -1,0 +1,474 @@
+"""Products with the Gauss–Newton matrix of the mean loss, without the matrix.
+
+    H = Σᵢ ωᵢ Σₜ JᵢₜᵀΛᵢₜJᵢₜ / Tᵢ,
+
+with J the Jacobian of the model's outputs by the weights that move, Λ the Hessian of the loss by the outputs, and ωᵢ
+the share of example i in the mean loss (its T scored tokens share it). A product takes one pass in forward mode, J·v,
+and one backward, Jᵀ(ΛJv); the forward pass of the model itself is shared by all vectors of a block.
+
+Of a language model whose head is known, Λ is applied a few positions at a time: logits are never there as a whole.
+
+Reference: Schraudolph, *Fast curvature matrix-vector products for second-order gradient descent*, 2002.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from jostle.data.datasets import Data
+from jostle.errors import InputError
+from jostle.losses import OURS, Batch, LanguageHead, Loss, at_least_float32, described, plain_operations
+from jostle.models.functional import FunctionalModel, eval_mode, real_tokens, sample_means, token_mask
+from jostle.models.weights import MovingWeights, WeightSelection
+
+log = logging.getLogger("jostle")
+
+PASS_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+"""Tokens, or examples without any, that go through the model at once: a GPU is idle between small computations."""
+
+BLOCK = {"cuda": 8, "cpu": 16}
+"""Vectors that go through the model together: enough to share its own forward pass."""
+
+HEAD_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+"""What the tangents of logits may take that are there at once."""
+
+PROBES, PROBED = 8, 4
+"""Directions in which a loss of the user's own must curve upwards, for so many examples."""
+
+
+class GaussNewton:
+    """The Gauss–Newton matrix of the mean loss of a data set, known by its products; a context manager.
+
+    Within the context the model is in eval mode, and works by operations that have a forward mode.
+
+    Args:
+        model: the model, at w*; it is left as it was.
+        weights: which of its weights move.
+        loss: one loss a sample or a token, that sees the model only through its outputs.
+        data: the examples of the mean loss.
+        shares: ωᵢ, what each of them counts; default: all alike.
+        dtype: what passes through the model are computed in; default: the model's own. Sums are in float32 or wider.
+
+    Raises:
+        InputError: the loss reads weights that do not go through the model's outputs, or is not convex in them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: WeightSelection,
+        loss: Loss,
+        data: Data,
+        *,
+        shares: Float[np.ndarray, " sample"] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if dtype is not None:
+            model = _in_precision(model, dtype)
+        self.moving = MovingWeights(model, weights)
+        self.model = FunctionalModel(model, self.moving)
+        self.device, self.loss, self.data = self.model.device, loss, data
+        count = len(data)
+        self.shares = np.full(count, 1 / count) if shares is None else np.asarray(shares, np.float64)
+        kind = "cuda" if self.device.type == "cuda" else "cpu"
+        self._pass_tokens, self._block, self._head_bytes = PASS_TOKENS[kind], BLOCK[kind], HEAD_BYTES[kind]
+        self._context = contextlib.ExitStack()
+        self._view: _View | None = None
+
+    def __enter__(self) -> Self:
+        for context in (eval_mode(self.model.model), plain_operations(), self.model.plain_kernels()):
+            self._context.enter_context(context)
+        self._context.enter_context(warnings.catch_warnings())
+        # Of what torch takes one by one within vmap, which is still right.
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        try:
+            self._view = _view_of(self.model, self.loss, self.data, self._head_bytes)
+        except BaseException:
+            self._context.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._view = None
+        self._context.close()
+
+    @torch.no_grad()
+    def __call__(
+        self, vectors: Float[Tensor, "vector weight"], *, rows: Int[np.ndarray, " row"] | None = None
+    ) -> Float[Tensor, "vector weight"]:
+        """Return H·v of every vector; ``rows`` restricts the mean to some examples, whose shares then sum to 1."""
+        chosen = np.arange(len(self.data)) if rows is None else np.asarray(rows)
+        shares = self.shares if rows is None else self.shares / self.shares[chosen].sum() * self.shares.sum()
+        total = torch.zeros_like(vectors)
+        inner = vectors.to(self.moving.center.dtype)
+        for part in self._parts(chosen):
+            batch = self.data.batch(part)
+            each = torch.from_numpy(shares[part]).to(self.device)
+            for start in range(0, len(inner), self._block):
+                block = slice(start, start + self._block)
+                total[block] += self.view.products(inner[block], batch, each)
+        return total
+
+    @torch.no_grad()
+    def tangents(
+        self, vectors: Float[Tensor, "vector weight"], data: Data, indices: Sequence[int] | np.ndarray
+    ) -> tuple[Float[Tensor, "vector sample ..."], Tensor | None]:
+        """Return ∇ℓ·v of each sample, or each of its tokens, and which of these are scored (None: all)."""
+        batch = data.batch(indices)
+        inner = vectors.to(self.moving.center.dtype)
+        found = [
+            self.view.loss_tangents(inner[start : start + self._block], batch)
+            for start in range(0, len(inner), self._block)
+        ]
+        return torch.cat(found), token_mask(self.loss, batch)
+
+    def parts(self, data: Data) -> Iterator[np.ndarray]:
+        """Give the examples of a data set, as many at once as go through the model together."""
+        yield from _parts_of(data, np.arange(len(data)), self._pass_tokens)
+
+    def dense(self) -> Float[Tensor, "weight weight"]:
+        """Return the matrix itself: of small models alone."""
+        identity = torch.eye(self.moving.total, dtype=self.moving.dtype, device=self.device)
+        found = torch.cat([self(rows) for rows in identity.split(max(self._block, 256))])
+        return (found + found.T) / 2
+
+    @property
+    def view(self) -> _View:
+        """How the loss sees the model; known within the context."""
+        assert self._view is not None, "products are taken within the context"
+        return self._view
+
+    def _parts(self, chosen: np.ndarray) -> Iterator[np.ndarray]:
+        return _parts_of(self.data, chosen, self._pass_tokens)
+
+
+def _parts_of(data: Data, chosen: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
+    """Examples of about one length together, so many that they have about so many tokens."""
+    if data.lengths is None:
+        for start in range(0, len(chosen), tokens):
+            yield chosen[start : start + tokens]
+        return
+    ordered = chosen[np.argsort(data.lengths[chosen], kind="stable")]
+    start = 0
+    while start < len(ordered):
+        stop = start + 1
+        while stop < len(ordered) and (stop + 1 - start) * int(data.lengths[ordered[stop]]) <= tokens:
+            stop += 1
+        yield ordered[start:stop]
+        start = stop
+
+
+def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model whose parameters have another type; its buffers (rotary angles, statistics) keep theirs."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return copied
+
+
+class _View:
+    """How a loss sees a model: through outputs z, with the Hessian Λ of the loss by them."""
+
+    def products(
+        self, vectors: Float[Tensor, "vector weight"], batch: Batch, shares: Float[Tensor, " sample"]
+    ) -> Float[Tensor, "vector weight"]:
+        """Σᵢ ωᵢJᵢᵀΛᵢJᵢ·v of each vector."""
+        raise NotImplementedError
+
+    def loss_tangents(
+        self, vectors: Float[Tensor, "vector weight"], batch: Batch
+    ) -> Float[Tensor, "vector sample ..."]:
+        """∇ℓ·v of each loss."""
+        raise NotImplementedError
+
+
+def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) -> _View:
+    first = data.batch(range(1))
+    with torch.no_grad():
+        model.evaluate(loss, model.moving.center[None], first)  # what a loss tries once for each model, it tries here
+    head, untrained = LanguageHead.of(loss, model.model, first), _untrained(model)
+    if head is not None:
+        return _LanguageModel(model, loss, head, head_bytes, untrained)
+    view = _Outputs(model, loss, untrained)
+    if type(loss) not in OURS:
+        _require_curvature(view, data)
+    return view
+
+
+def _untrained(model: FunctionalModel) -> Int[Tensor, " weight"] | None:
+    """Where the embeddings of padding stand: no gradient reaches them, though forward mode would read them."""
+    moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
+    places = []
+    for module in model.model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            own = moving.slices.get(named.get(id(module.weight), ""))
+            if own is not None:
+                width = module.weight.shape[1]
+                start = own.start + module.padding_idx * width
+                places.append(torch.arange(start, start + width, device=model.device))
+    return torch.cat(places) if places else None
+
+
+def _trained(vectors: Tensor, untrained: Int[Tensor, " weight"] | None) -> Tensor:
+    return vectors if untrained is None else vectors.index_fill(1, untrained, 0.0)
+
+
+@dataclass
+class _Outputs(_View):
+    """Any loss of the model's outputs, which are recorded, and given back in the model's place."""
+
+    model: FunctionalModel
+    loss: Loss
+    untrained: Int[Tensor, " weight"] | None
+
+    def network(self, flat: Tensor, batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+        """The outputs that have gradients, and how to put them back into the form in which the model gave them."""
+        form: dict[str, Any] = {}
+
+        def outputs(model: nn.Module, batch: Batch) -> Any:
+            recorder = _Recorder(model)
+            self.loss(recorder, batch)
+            leaves, form["spec"] = pytree.tree_flatten(recorder.calls)
+            form["leaves"] = leaves
+            return [leaf for leaf in leaves if _differentiable(leaf)]
+
+        found: Any = self.model.call(outputs, flat, batch)
+        if not found:
+            self._refuse("a loss that does not call the model, or takes no numbers from it")
+
+        def put_back(values: Sequence[Tensor]) -> Any:
+            given = iter(values)
+            leaves = [next(given) if _differentiable(leaf) else leaf for leaf in form["leaves"]]
+            return pytree.tree_unflatten(leaves, form["spec"])
+
+        return found, put_back
+
+    def losses(self, calls: Any, batch: Batch) -> Tensor:
+        """The losses of recorded outputs."""
+        return self.loss(_Replayer(self.model.model, calls), batch)
+
+    def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
+        center, back = self.model.moving.center, self._back(batch)
+
+        def network(flat: Tensor) -> list[Tensor]:
+            return self.network(flat, batch)[0]
+
+        def weighted(values: list[Tensor]) -> Tensor:
+            losses = sample_means(self.losses(back(values), batch), self.loss, batch)
+            return losses @ shares.to(losses.dtype)
+
+        values, pull = _linearized(network, center)
+
+        def product(vector: Tensor) -> Tensor:
+            moved = jvp(network, (center,), (vector,))[1]
+            curved = jvp(grad(weighted), (values,), (moved,))[1]
+            return pull(curved)[0]
+
+        return vmap(product)(_trained(vectors, self.untrained))
+
+    def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
+        center = self.model.moving.center
+
+        def tangent(vector: Tensor) -> Tensor:
+            return jvp(lambda flat: self.model.call(self.loss, flat, batch), (center,), (vector,))[1]
+
+        return vmap(tangent)(_trained(vectors, self.untrained))
+
+    def _back(self, batch: Batch) -> Callable[[Sequence[Tensor]], Any]:
+        with torch.no_grad():
+            return self.network(self.model.moving.center, batch)[1]
+
+    def _refuse(self, got: str) -> None:
+        raise InputError(
+            "loss",
+            got=got,
+            expected="a loss that sees the model only through its outputs, and is convex in them",
+            fix="jostle.sample asks nothing of a loss",
+        )
+
+
+class _LanguageModel(_View):
+    """Next tokens of a model whose head is applied apart from its body, a few positions at a time."""
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        loss: Loss,
+        head: LanguageHead,
+        head_bytes: int,
+        untrained: Int[Tensor, " weight"] | None,
+    ) -> None:
+        self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
+        moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
+        self._weight, self._bias = (
+            moving.slices.get(named.get(id(value), "")) for value in (head.linear.weight, head.linear.bias)
+        )
+
+    def _body(self, batch: Batch) -> Callable[[Tensor], Tensor]:
+        return lambda flat: self._model.call(lambda model, batch: self._head.states(model, batch), flat, batch)
+
+    def _moved(self, body: Callable[[Tensor], Tensor], vectors: Tensor) -> Float[Tensor, "vector sample token width"]:
+        """How the states change along each vector."""
+        center = self._model.moving.center
+        return vmap(lambda vector: jvp(body, (center,), (vector,))[1])(_trained(vectors, self._untrained))
+
+    def _of_head(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What vectors have of the head's weight and bias."""
+        weight = None if self._weight is None else vectors[:, self._weight].unflatten(1, self._head.linear.weight.shape)
+        return weight, None if self._bias is None else vectors[:, self._bias]
+
+    def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
+        center, body = self._model.moving.center, self._body(batch)
+        states, pull = _linearized(body, center)
+        moved = self._moved(body, vectors)
+        mask = real_tokens(batch["input_ids"], self._loss, batch)
+        counts = (mask * (shares[:, None] / mask.sum(1, keepdim=True)))[:, 1:].flatten()
+        weight, bias = self._of_head(vectors)
+        flat = states.flatten(0, 1)
+        curved = torch.zeros_like(moved.flatten(1, 2))
+        of_weight = None if weight is None else torch.zeros(weight.shape, dtype=torch.float32, device=flat.device)
+        of_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=flat.device)
+        kept = counts.nonzero()[:, 0]
+        every = len(kept) == len(counts)
+        for places in kept.split(self._chunk(len(vectors))):
+            where: Any = slice(int(places[0]), int(places[-1]) + 1) if every else places
+            some = flat[where]
+            chances, slopes = self._head.chances(some)
+            change = self._head.change(some, moved.flatten(1, 2)[:, where], weight, bias, slopes)
+            change = _curved(change, chances, counts[where].to(chances.dtype))
+            change = change if slopes is None else change * slopes
+            curved[:, where] = change @ self._head.linear.weight
+            if of_weight is not None:
+                of_weight += _outer(change, some)
+            if of_bias is not None:
+                of_bias += change.sum(1, dtype=torch.float32)
+        found = vmap(lambda one: pull(one)[0])(curved.view_as(moved)).to(
+            torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
+        )
+        if of_weight is not None:
+            found[:, self._weight] += of_weight.flatten(1)
+        if of_bias is not None:
+            found[:, self._bias] += of_bias
+        return found
+
+    def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
+        body = self._body(batch)
+        states = self._head.states(self._model.model, batch)
+        moved = self._moved(body, vectors).flatten(1, 2)
+        weight, bias = self._of_head(vectors)
+        flat, targets = states.flatten(0, 1), self._head.targets(batch)[:, 1:].flatten()
+        found = torch.empty(len(vectors), len(flat), dtype=at_least_float32(flat[:0]).dtype, device=flat.device)
+        for places in torch.arange(len(flat), device=flat.device).split(self._chunk(len(vectors))):
+            where = slice(int(places[0]), int(places[-1]) + 1)
+            chances, slopes = self._head.chances(flat[where])
+            change = self._head.change(flat[where], moved[:, where], weight, bias, slopes)
+            own = change.gather(2, targets[where].expand(len(vectors), -1)[:, :, None])[:, :, 0]
+            found[:, where] = torch.einsum("kpv,pv->kp", change, chances).to(found.dtype) - own
+        return F.pad(found.view(len(vectors), len(states), -1), (1, 0))
+
+    def _chunk(self, vectors: int) -> int:
+        width = self._head.linear.weight.shape[0] * self._model.moving.center.dtype.itemsize
+        return max(16, self._bytes // (vectors * width))
+
+
+def _linearized(function: Callable[[Tensor], Any], at: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor]]]:
+    """The value of a function, and its transposed Jacobian as a function."""
+    found: Any = vjp(function, at)
+    return found[0], found[1]
+
+
+def _curved(
+    change: Float[Tensor, "vector position word"],
+    chances: Float[Tensor, "position word"],
+    counts: Float[Tensor, " position"],
+) -> Float[Tensor, "vector position word"]:
+    """ω(diag p − ppᵀ)·ż, for logits that change by ż."""
+    mean = torch.einsum("kpv,pv->kp", change, chances)
+    return (change - mean[:, :, None]) * (chances * counts[:, None])
+
+
+def _outer(
+    change: Float[Tensor, "vector position word"], states: Float[Tensor, "position width"]
+) -> Float[Tensor, "vector word width"]:
+    """Σ over positions of change ⊗ states, summed in float32."""
+    columns, rows = change.transpose(1, 2), states.expand(len(change), -1, -1)
+    if change.is_cuda and change.dtype.itemsize < 4:
+        return torch.bmm(columns, rows, out_dtype=torch.float32)
+    return columns @ rows
+
+
+class _Recorder(nn.Module):
+    """Stands in for a model, and keeps what it gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, list[Any]()
+        self.training = model.training
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the model."""
+        found = self.model(*inputs, **named)
+        self.calls.append(found)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+class _Replayer(_Recorder):
+    """Stands in for a model, and gives what was kept."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[Any]) -> None:
+        super().__init__(model)
+        self.left = iter(calls)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Give the next output."""
+        return next(self.left)
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _require_curvature(view: _Outputs, data: Data) -> None:
+    """Refuse a loss of the user's own that reads weights past the outputs, or curves downwards in them."""
+    center = view.model.moving.center
+    few = data.batch(data.spread(PROBED)[:PROBED])
+    back = view.network(center, few)[1]
+
+    def mean(flat: Tensor) -> Tensor:
+        return sample_means(view.model.call(view.loss, flat, few), view.loss, few).mean()
+
+    def weighted(values: list[Tensor]) -> Tensor:
+        return sample_means(view.losses(back(values), few), view.loss, few).mean()
+
+    values, pull = _linearized(lambda flat: view.network(flat, few)[0], center)
+    whole, through = grad(mean)(center), pull(grad(weighted)(values))[0]
+    if not (whole - through).norm() <= max(1e-3, view.model.tolerance) * whole.norm():
+        view._refuse(f"{described(view.loss)}, which reads weights past the model's outputs")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(PROBES):
+        moved = [torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device) for value in values]
+        curved = jvp(grad(weighted), (values,), (moved,))[1]
+        products = [float((a * b).sum()) for a, b in zip(moved, curved, strict=True)]
+        if not sum(products) >= -1e-5 * sum(float(b.norm() * a.norm()) for a, b in zip(moved, curved, strict=True)):
+            view._refuse(f"{described(view.loss)}, which curves downwards in the model's outputs")
