@@ -21,6 +21,7 @@ ORDER = [
 WITHIN = {
     "data": ["datasets", "texts"],
     "models": ["weights", "graphs", "functional", "checks", "prefix", "float8", "in_place", "sharding"],
+    "training": ["schedules", "optimizers", "checkpoints", "description", "moments"],
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],
     "chains": [

@@ -338,9 +338,12 @@ class LanguageHead:
         slopes: Float[Tensor, "position word"] | None,
     ) -> Float[Tensor, "vector position word"]:
         """Return how logits change where the states, and the head itself, change by so much."""
-        change = moved @ self.linear.weight.T
-        if weight is not None:
-            change = torch.baddbmm(change, states.expand(len(moved), -1, -1), weight.transpose(1, 2))
+        unembedding = self.linear.weight
+        if weight is None:
+            change = moved @ unembedding.T
+        else:  # W·ḣ + Ẇ·h as one product: what it gives is by far the largest tensor here
+            both = torch.cat([moved, states.expand(len(moved), -1, -1)], dim=2)
+            change = both @ torch.cat([unembedding.expand(len(moved), -1, -1), weight], dim=2).transpose(1, 2)
         if bias is not None:
             change = change + bias[:, None]
         return change if slopes is None else change * slopes

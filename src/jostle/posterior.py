@@ -43,10 +43,19 @@ class Posterior:
         prior_precision: λ, the precision of an optional Gaussian prior centred at 0. Not beside a metric.
         metric: D, a positive number for each moving weight: one vector in the order of
             `jostle.models.weights.MovingWeights`, or a mapping from the name of every parameter that moves to a tensor
-            of its shape, or to one number for all of it. Sampling holds one more vector, D^−½, beside w*.
+            of its shape, or to one number for all of it. Where it is infinite, a weight stays at w*. Sampling holds one
+            more vector, D^−½, beside w*.
         linear_term: whether L̄ keeps its linear term at w*. ``False`` replaces it by L̄(w) − ∇L̄(w*)·(w − w*), so that
             a checkpoint that is no minimum of L̄ is one of the potential: ∇L̄(w*), taken once over all sampling data, is
             subtracted from the gradient of every step. Takes one pass over the data and one more vector.
+
+    Example:
+        A training run defines a posterior of its own, whose precision is nβ(H + D) where H is the curvature of L̄: γ is
+        then nβ itself, D is in `jostle.Training.diagonals`, and nβ is a width. The checkpoint need not be a minimum::
+
+            found = training.diagonals(MovingWeights(model, "all"))
+            D = found.hold + 1 / found.reach
+            Posterior(n_beta=n, localization=n, metric=D, linear_term=False)
 
     Reference: Kreer et al., *Bayesian Influence Functions for Hessian-Free Data Attribution*, section 2.3.
     """
@@ -100,7 +109,8 @@ class Posterior:
         if self.metric is None:
             return None
         diagonal = _vector(self.metric, moving.whole)
-        unit = diagonal.rsqrt().to(moving.dtype)
+        # What is infinite is made finite: its unit is then as good as 0, and can be divided by.
+        unit = diagonal.clamp(max=torch.finfo(torch.float32).max).rsqrt().to(moving.dtype)
         bad = ~(torch.isfinite(unit) & (unit > 0))
         if bad.any():
             place = int(bad.nonzero()[0, 0])
@@ -108,9 +118,9 @@ class Posterior:
             raise InputError(
                 "metric",
                 got=f"{diagonal[place].item():g} for a weight of {name!r}",
-                expected="positive, finite numbers",
+                expected="positive numbers, whose roots have an inverse",
             )
-        return moving.keep(unit)
+        return moving.keep(unit).to(moving.center.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data; of the metric its hash, and of what runs may lack only what is set."""
@@ -128,7 +138,7 @@ class Posterior:
 
 
 def _vector(metric: Diagonal, moving: MovingWeights) -> Float[Tensor, " weight"]:
-    """D as one vector, float32 or wider."""
+    """D as one vector, float32 or wider, in main memory: chains have no use for it, only for its root."""
     if isinstance(metric, Tensor):
         if metric.shape != (moving.total,):
             raise InputError(
@@ -136,7 +146,7 @@ def _vector(metric: Diagonal, moving: MovingWeights) -> Float[Tensor, " weight"]
                 got=f"shape {tuple(metric.shape)}",
                 expected=f"({moving.total},), a number for each of the {moving.total:,} weights that move",
             )
-        return metric.detach().to(torch.promote_types(torch.float32, metric.dtype))
+        return metric.detach().to("cpu", torch.promote_types(torch.float32, metric.dtype))
     missing = [name for name in moving.names if name not in metric]
     if missing:
         raise InputError(
@@ -152,7 +162,7 @@ def _vector(metric: Diagonal, moving: MovingWeights) -> Float[Tensor, " weight"]
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=moving.dtype)
         if value.shape not in ((), shape):
             raise InputError("metric", got=f"shape {tuple(value.shape)} for {name!r}", expected=expected)
-        wide = value.to(moving.center.device, torch.promote_types(moving.dtype, value.dtype))
+        wide = value.to("cpu", torch.promote_types(moving.dtype, value.dtype))
         parts.append(wide.expand(shape).reshape(-1))
     return torch.cat(parts)
 

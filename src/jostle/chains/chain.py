@@ -70,6 +70,9 @@ class Walk(Protocol):
 class Dynamics:
     """How chains move and what is seen of them.
 
+    Args:
+        unit: that of the posterior's metric, where others have it already.
+
     Attributes:
         keeps_weights: whether the weights of every draw are recorded, too.
         thermometer: reads the temperature at every draw, where there is one.
@@ -88,13 +91,13 @@ class Dynamics:
         potential_loss: Loss,
         observers: Mapping[str, Observer],
         observables: Mapping[str, Observable],
+        unit: Float[Tensor, " weight"] | None = None,
     ) -> None:
         self.model, self.config = model, config
         self._sampling_data, self._potential_loss = sampling_data, potential_loss
         self._observers, self._observables = observers, observables
         self._center = model.moving.center
-        unit = config.posterior.unit(model.moving)
-        self._unit = None if unit is None else unit.to(model.device)
+        self._unit = config.posterior.unit(model.moving) if unit is None else unit
         self._posterior = config.posterior.in_units()
         self.center_gradient: Float[Tensor, " weight"] | None = None
         self.keeps_weights = False
@@ -138,10 +141,10 @@ class Dynamics:
         # A tensor of its own before the next call, which may write its gradient over this one.
         if config.posterior.linear_term:
             assert self.center_gradient is not None
-            controlled = gradient + self.center_gradient
+            gradient = gradient + self.center_gradient
         else:
-            controlled = gradient.clone()
-        return controlled - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
+            gradient = gradient.clone()
+        return gradient - self._mean_loss_gradient(self._center.repeat(len(group.chains), 1), batches)
 
     @property
     def _controlled(self) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
+from jostle.curvature.compiled import Compiled
 from jostle.data.datasets import Data
 from jostle.errors import InputError
 from jostle.losses import OURS, Batch, LanguageHead, Loss, at_least_float32, described, plain_operations
@@ -314,6 +315,7 @@ class _LanguageModel(_View):
         untrained: Int[Tensor, " weight"] | None,
     ) -> None:
         self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
+        self._compiled = Compiled(model.device)
         moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
         self._weight, self._bias = (
             moving.slices.get(named.get(id(value), "")) for value in (head.linear.weight, head.linear.bias)
@@ -322,10 +324,24 @@ class _LanguageModel(_View):
     def _body(self, batch: Batch) -> Callable[[Tensor], Tensor]:
         return lambda flat: self._model.call(lambda model, batch: self._head.states(model, batch), flat, batch)
 
-    def _moved(self, body: Callable[[Tensor], Tensor], vectors: Tensor) -> Float[Tensor, "vector sample token width"]:
-        """How the states change along each vector."""
-        center = self._model.moving.center
-        return vmap(lambda vector: jvp(body, (center,), (vector,))[1])(_trained(vectors, self._untrained))
+    def _moved(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The states that the head reads, and how they change along each vector."""
+
+        def passes(vectors: Tensor, center: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            body = self._body(batch)
+            moved = vmap(lambda vector: jvp(body, (center,), (vector,))[1])(_trained(vectors, self._untrained))
+            return body(center), moved
+
+        return self._compiled("moved", passes, vectors, self._model.moving.center, batch)
+
+    def _pulled(self, curved: Float[Tensor, "vector sample token width"], batch: Batch) -> Tensor:
+        """What changes of the states weigh in the weights: their transposed Jacobian."""
+
+        def passes(curved: Tensor, center: Tensor, batch: Batch) -> Tensor:
+            pull = _linearized(self._body(batch), center)[1]
+            return vmap(lambda one: pull(one)[0])(curved)
+
+        return self._compiled("pulled", passes, curved, self._model.moving.center, batch)
 
     def _of_head(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What vectors have of the head's weight and bias."""
@@ -333,14 +349,12 @@ class _LanguageModel(_View):
         return weight, None if self._bias is None else vectors[:, self._bias]
 
     def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
-        center, body = self._model.moving.center, self._body(batch)
-        states, pull = _linearized(body, center)
-        moved = self._moved(body, vectors)
+        states, moved = self._moved(vectors, batch)
         mask = real_tokens(batch["input_ids"], self._loss, batch)
         counts = (mask * (shares[:, None] / mask.sum(1, keepdim=True)))[:, 1:].flatten()
         weight, bias = self._of_head(vectors)
-        flat = states.flatten(0, 1)
-        curved = torch.zeros_like(moved.flatten(1, 2))
+        flat, flat_moved = states.flatten(0, 1), moved.flatten(1, 2)
+        curved = torch.zeros_like(flat_moved)
         of_weight = None if weight is None else torch.zeros(weight.shape, dtype=torch.float32, device=flat.device)
         of_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=flat.device)
         kept = counts.nonzero()[:, 0]
@@ -348,28 +362,39 @@ class _LanguageModel(_View):
         for places in kept.split(self._chunk(len(vectors))):
             where: Any = slice(int(places[0]), int(places[-1]) + 1) if every else places
             some = flat[where]
-            chances, slopes = self._head.chances(some)
-            change = self._head.change(some, moved.flatten(1, 2)[:, where], weight, bias, slopes)
-            change = _curved(change, chances, counts[where].to(chances.dtype))
-            change = change if slopes is None else change * slopes
+            change = self._compiled(
+                "curved", self._curved, some, flat_moved[:, where], weight, bias, counts[where].to(flat.dtype)
+            )
             curved[:, where] = change @ self._head.linear.weight
             if of_weight is not None:
                 of_weight += _outer(change, some)
             if of_bias is not None:
                 of_bias += change.sum(1, dtype=torch.float32)
-        found = vmap(lambda one: pull(one)[0])(curved.view_as(moved)).to(
-            torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
-        )
+        found = self._pulled(curved.view_as(moved), batch).to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype)
         if of_weight is not None:
             found[:, self._weight] += of_weight.flatten(1)
         if of_bias is not None:
             found[:, self._bias] += of_bias
         return found
 
+    def _curved(
+        self,
+        states: Float[Tensor, "position width"],
+        moved: Float[Tensor, "vector position width"],
+        weight: Float[Tensor, "vector word width"] | None,
+        bias: Float[Tensor, "vector word"] | None,
+        counts: Float[Tensor, " position"],
+    ) -> Float[Tensor, "vector position word"]:
+        """ω·sᵀ(diag p − ppᵀ)s·ż, for what the head gives that changes by ż, with s the slope of its logits."""
+        chances, slopes = self._head.chances(states)
+        change = self._head.change(states, moved, weight, bias, slopes)
+        mean = (change * chances).sum(2, keepdim=True, dtype=at_least_float32(change[:0]).dtype).to(change.dtype)
+        change = (change - mean) * (chances * counts[:, None])
+        return change if slopes is None else change * slopes
+
     def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
-        body = self._body(batch)
-        states = self._head.states(self._model.model, batch)
-        moved = self._moved(body, vectors).flatten(1, 2)
+        states, moved = self._moved(vectors, batch)
+        moved = moved.flatten(1, 2)
         weight, bias = self._of_head(vectors)
         flat, targets = states.flatten(0, 1), self._head.targets(batch)[:, 1:].flatten()
         found = torch.empty(len(vectors), len(flat), dtype=at_least_float32(flat[:0]).dtype, device=flat.device)
@@ -390,16 +415,6 @@ def _linearized(function: Callable[[Tensor], Any], at: Tensor) -> tuple[Any, Cal
     """The value of a function, and its transposed Jacobian as a function."""
     found: Any = vjp(function, at)
     return found[0], found[1]
-
-
-def _curved(
-    change: Float[Tensor, "vector position word"],
-    chances: Float[Tensor, "position word"],
-    counts: Float[Tensor, " position"],
-) -> Float[Tensor, "vector position word"]:
-    """ω(diag p − ppᵀ)·ż, for logits that change by ż."""
-    mean = torch.einsum("kpv,pv->kp", change, chances)
-    return (change - mean[:, :, None]) * (chances * counts[:, None])
 
 
 def _outer(

@@ -180,7 +180,7 @@ class Trainer:
 
     def together(self, jobs: Sequence[Job | Pair]) -> list[nn.Module]:
         """Train a model for each, at once those that take as many steps; whether they may be, `most_at_once` says."""
-        jobs = [job if isinstance(job, Job) else Job(*job) for job in jobs]
+        jobs = [_job_of(job) for job in jobs]
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, job in enumerate(jobs):
             alike.setdefault((*self.steps(len(job.indices)), job.weights is None), []).append(number)
@@ -199,7 +199,7 @@ class Trainer:
             jobs: some that take as many steps, of other seeds if there are any.
             of: how many there are in all.
         """
-        jobs = [job if isinstance(job, Job) else Job(*job) for job in jobs]
+        jobs = [_job_of(job) for job in jobs]
         with contextlib.closing(self._training(jobs[:1], looking=True)) as steps:
             next(steps)
         if self.at_once == 1 or len(jobs) < 2:
@@ -573,8 +573,12 @@ def _minds_padding(model: nn.Module, loss: Loss, data: Data) -> str | None:
     return None if _close(beside, alone, 1e-4) else "a model minds how long other examples are"
 
 
+def _job_of(job: Job | Pair) -> Job:
+    return job if isinstance(job, Job) else Job(*job)
+
+
 def _checked(job: Job | Pair) -> Job:
-    job = Job(*job)
+    job = _job_of(job)
     found = np.asarray(job.indices)
     if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
         got = f"{len(found)} of {found.dtype}" if found.ndim == 1 else f"an array of shape {found.shape}"

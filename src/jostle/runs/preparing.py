@@ -197,6 +197,7 @@ def prepare(
         "potential_loss": driving_loss,
         "observers": observers,
         "observables": functions.observables,
+        "unit": config.posterior.unit(in_place.moving),
     }
     alone, together, spread = Dynamics(in_place, config, **parts), None, None
     at_once = min(most_at_once, _most_at_once(config, in_place, observers, chains_at_once))

@@ -29,13 +29,8 @@ _SHARDED = ("global_step*", "pytorch_model_fsdp*", "optimizer_*", "optimizer.bin
 
 _NUMBERS = "give the numbers to jostle.Training: second moments are then estimated at the checkpoint"
 
-_DECAY_RULES: tuple[tuple[str, str], ...] = (
-    (r"LayerNorm", r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"),
-    (r"LayerNorm", r"bias|layernorm|rmsnorm"),
-    (r"LayerNorm|\w*RMSNorm|\w*LayerNorm", r"bias"),
-    (r"LayerNorm", r"bias"),
-)
-"""What the Trainer does not decay, newest first: classes of modules, and parts of lower-case names."""
+_NOT_DECAYED = (r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", r"bias|layernorm|rmsnorm", r"bias")
+"""What Trainers do not decay beside `nn.LayerNorm`, newest first: parts of lower-case names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,27 +197,23 @@ def _shape(state: Mapping[str, Any] | None) -> torch.Size | None:
 
 
 def _groupings(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
-    """Groups as the Trainer makes them, with and without decay, by each of its rules; or all in one."""
+    """Groups as Trainers make them, with and without decay; or all in one."""
     names = [name for name, value in model.named_parameters() if value.requires_grad]
     if count == 1:
         yield [names]
     if count == 2:
-        for classes, forbidden in _DECAY_RULES:
-            still = _undecayed(model, classes, forbidden)
+        for pattern in _NOT_DECAYED:
+            still = _undecayed(model, pattern)
             yield [[name for name in names if name not in still], [name for name in names if name in still]]
 
 
-def _undecayed(model: nn.Module, classes: str, forbidden: str) -> set[str]:
+def _undecayed(model: nn.Module, pattern: str) -> set[str]:
     return {
         name
         for path, module in model.named_modules()
         for name in (f"{path}.{own}" if path else own for own, _ in module.named_parameters(recurse=False))
-        if _is_one_of(module, classes) or re.search(forbidden, name.lower())
+        if isinstance(module, nn.LayerNorm) or re.search(pattern, name.lower())
     }
-
-
-def _is_one_of(module: nn.Module, classes: str) -> bool:
-    return any(re.fullmatch(classes, base.__name__) for base in type(module).__mro__)
 
 
 def _rebuild(folder: Path, log: _Log, saved: Mapping[str, Any], numbers: OptimizerNumbers) -> tuple[float, ...]:

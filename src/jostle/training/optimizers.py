@@ -29,6 +29,7 @@ _TRACES = {
     "exp_avg_sq_row": "Adafactor",
     "exp_avg_sq_col": "Adafactor",
     "scale_parameter": "Adafactor",
+    "row_var": "Adafactor",
     "ns_steps": "Muon",
     "square_avg": "RMSprop",
     "sum": "Adagrad",

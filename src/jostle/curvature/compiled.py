@@ -1,0 +1,83 @@
+"""Functions of tensors, compiled on a GPU once they have taken long enough.
+
+In the eager way each operation reads and writes memory by itself. Forward mode has several for every operation of a
+model, and compiled they are one pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+log = logging.getLogger("jostle")
+
+WORTH_IT = 5.0
+"""Seconds that a function must have taken, with inputs of one shape, before it is compiled: about what that takes."""
+
+_WITH_MEMORY: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._efficientzerotensor.default: lambda size, **options: torch.zeros(size, **options)
+}
+"""The zeros of forward mode have no memory, and compiled code would read them from there all the same."""
+
+
+class Compiled:
+    """Calls functions, from their compiled form where there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[Hashable, float] = {}
+        self._compiled: dict[Hashable, Callable[..., Any] | None] = {}
+
+    def __call__(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Return ``function(*inputs)``; functions of one name do the same, whatever the numbers of the inputs are."""
+        if self._device.type != "cuda":
+            return function(*inputs)
+        leaves, form = pytree.tree_flatten(inputs)
+        kind = (name, form, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if kind not in self._compiled and self._seconds.get(kind, 0.0) > WORTH_IT:
+            self._compiled[kind] = self._compile(name, function, inputs, leaves)
+        known = self._compiled.get(kind)
+        if known is not None:
+            return known(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        if kind in self._compiled:
+            return function(*inputs)
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        result = function(*inputs)
+        torch.cuda.synchronize(self._device)
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
+        return result
+
+    def _compile(
+        self, name: str, function: Callable[..., Any], inputs: Any, leaves: list[Any]
+    ) -> Callable[..., Any] | None:
+        tensors, form = [leaf for leaf in leaves if isinstance(leaf, Tensor)], pytree.tree_structure(inputs)
+
+        def flat(*given: Tensor) -> Any:
+            own = iter(given)
+            return function(
+                *pytree.tree_unflatten([next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+            )
+
+        try:
+            started = time.perf_counter()
+            expected = function(*inputs)
+            compiled: Any = torch.compile(make_fx(flat, decomposition_table=_WITH_MEMORY)(*tensors), dynamic=False)
+            found = compiled(*tensors)
+            for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+                difference = (one.float() - other.float()).norm() / other.float().norm()
+                eps = torch.finfo(other.dtype).eps
+                if not difference <= max(0.01, 10 * eps):
+                    raise ValueError(f"compiled, it gives other numbers: by {float(difference):.2g}")
+            log.info("compiled %s in %.1f s", name, time.perf_counter() - started)
+        except Exception as error:  # a model may do anything that cannot be compiled
+            log.info("%s is not compiled (%s)", name, str(error).partition("\n")[0][:200])
+            return None
+        return compiled
