@@ -11,6 +11,10 @@ much decay that AdamW's steps are mostly noise, trainings that begin 1e-6 apart 
 without a drop: what an example did is then nothing that any method could tell. This was looked at with trainings alone
 (does half of a drop do half of what all of it does?), without any method.
 
+Activations are smooth for the same reason. With ReLU, what a tenth of a drop does, times ten, ranks what the whole drop
+does with an LDS of 0.23 (AdamW, to the middle) to 0.94 (SGD, short) on the perceptron: small changes and large ones are
+different questions there. With GELU it is 0.94 to 0.99 (AdamW short, both to the middle; 30 drops).
+
 The network with batch norms is trained with the statistics of its batches, and asked with the running ones that it ends
 with, as it would be used: queries' losses, and whatever a method computes, are of the model in eval mode. What an
 example does to the statistics of its batch is outside of the influence of its loss: an example that is left out stays
@@ -162,7 +166,7 @@ def logistic() -> nn.Module:
 
 def mlp() -> nn.Module:
     """4,074 weights."""
-    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 10))
+    return nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16), nn.GELU(), nn.Linear(16, 10))
 
 
 def cnn(norms: bool = False) -> nn.Module:
@@ -170,8 +174,8 @@ def cnn(norms: bool = False) -> nn.Module:
     # A bias before a batch norm would never have a gradient, and a metric made from gradients no finite size there.
     norm: Callable[[int], nn.Module] = nn.BatchNorm2d if norms else lambda width: nn.Identity()
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=not norms), norm(16), nn.ReLU(),
-        nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=not norms), norm(24), nn.ReLU(),
+        nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=not norms), norm(16), nn.GELU(),
+        nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=not norms), norm(24), nn.GELU(),
         nn.Flatten(), nn.Linear(24 * (SIDE // 4) ** 2, 10),
     )  # fmt: skip
 

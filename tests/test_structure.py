@@ -29,7 +29,7 @@ WITHIN = {
         "spreading", "signals", "execution", "thinning", "stopping",
     ],
     "runs": [
-        "manifest", "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling",
+        "manifest", "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling", "solving",
     ],
     "asking": ["tasks", "requests"],
 }  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jostle.posterior import Posterior
     from jostle.runs.run import Run, load
     from jostle.runs.sampling import attribute
+    from jostle.runs.solving import Solution, solve
     from jostle.samplers import (
         BAOAB,
         SGLD,
@@ -43,6 +44,7 @@ _HOMES = {
     "SGNHT": "jostle.samplers",
     "Sampler": "jostle.samplers",
     "Scores": "jostle.scores",
+    "Solution": "jostle.runs.solving",
     "Training": "jostle.training",
     "attribute": "jostle.runs.sampling",
     "attributors": "jostle.attributors",
@@ -50,6 +52,7 @@ _HOMES = {
     "evaluate": "jostle.evaluate",
     "load": "jostle.runs.run",
     "losses": "jostle.losses",
+    "solve": "jostle.runs.solving",
 }
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "Run",
     "Sampler",
     "Scores",
+    "Solution",
     "Training",
     "__version__",
     "attribute",
@@ -75,6 +79,7 @@ __all__ = [
     "evaluate",
     "load",
     "losses",
+    "solve",
 ]
 
 

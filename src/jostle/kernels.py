@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -130,6 +131,7 @@ class _Differentiable(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable  # what the kernels write has no graph: a second derivative would lack terms, unsaid
     def backward(context, gradient):
         hidden, weight, bias, targets, logsumexp = context.saved_tensors
         way = _backward_narrow if hidden.shape[1] <= NARROW else _backward_wide

@@ -375,6 +375,8 @@ def _has_known_head(network: Any, inputs: Mapping[str, Tensor]) -> bool:
     """Whether the unembedding can be computed apart from the body; tried once for each model, and said if not."""
     if not (hasattr(network, "get_output_embeddings") and hasattr(network, "base_model")):
         return False
+    if hasattr(network, "stands_for"):  # calls are recorded, or answered: there is no body apart
+        return False
     if network not in _KNOWN_HEADS:
         small = {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
         with torch.no_grad():
@@ -405,6 +407,7 @@ _LOOKS_ONLY_BACK: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def _looks_only_back(network: Any, tokens: Int[Tensor, "batch token"], accepted: Mapping[str, Any]) -> bool:
     """Whether padding on the right needs no mask; tried once for each model, with and without something following."""
+    network = getattr(network, "stands_for", network)
     if network not in _LOOKS_ONLY_BACK:
         more = {"use_cache": False} if "use_cache" in accepted else {}
         alone = tokens[:1, : max(1, tokens.shape[1] // 2)]

@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import grad, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from jostle.curvature.compiled import Compiled
+from jostle.curvature.jacobians import WAYS, ForwardMode
+from jostle.curvature.stand_ins import recorder, replayer
 from jostle.data.datasets import Data
 from jostle.errors import InputError
 from jostle.losses import OURS, Batch, LanguageHead, Loss, at_least_float32, described, plain_operations
@@ -97,14 +98,13 @@ class GaussNewton:
         # Of what torch takes one by one within vmap, which is still right.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         try:
-            self._view = _view_of(self.model, self.loss, self.data, self._head_bytes)
+            self._view = self._view or _view_of(self.model, self.loss, self.data, self._head_bytes)
         except BaseException:
             self._context.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._view = None
         self._context.close()
 
     @torch.no_grad()
@@ -141,10 +141,10 @@ class GaussNewton:
         """Give the examples of a data set, as many at once as go through the model together."""
         yield from _parts_of(data, np.arange(len(data)), self._pass_tokens)
 
-    def dense(self) -> Float[Tensor, "weight weight"]:
-        """Return the matrix itself: of small models alone."""
+    def dense(self, *, rows: Int[np.ndarray, " row"] | None = None) -> Float[Tensor, "weight weight"]:
+        """Return the matrix itself, of small models alone; ``rows`` are as for products."""
         identity = torch.eye(self.moving.total, dtype=self.moving.dtype, device=self.device)
-        found = torch.cat([self(rows) for rows in identity.split(max(self._block, 256))])
+        found = torch.cat([self(some, rows=rows) for some in identity.split(max(self._block, 256))])
         return (found + found.T) / 2
 
     @property
@@ -183,7 +183,17 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class _View:
-    """How a loss sees a model: through outputs z, with the Hessian Λ of the loss by them."""
+    """How a loss sees a model: through outputs z, with the Hessian Λ of the loss by them.
+
+    Attributes:
+        way: in which Jacobians are taken.
+    """
+
+    way: ForwardMode
+
+    def directions_agree(self, vector: Float[Tensor, " weight"], batch: Batch) -> bool:
+        """Return whether ‖Jv‖² is v·Jᵀ(Jv): forward mode goes on where a model has cut the way back."""
+        raise NotImplementedError
 
     def products(
         self, vectors: Float[Tensor, "vector weight"], batch: Batch, shares: Float[Tensor, " sample"]
@@ -204,11 +214,40 @@ def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) ->
         model.evaluate(loss, model.moving.center[None], first)  # what a loss tries once for each model, it tries here
     head, untrained = LanguageHead.of(loss, model.model, first), _untrained(model)
     if head is not None:
-        return _LanguageModel(model, loss, head, head_bytes, untrained)
+        language = _LanguageModel(model, loss, head, head_bytes, untrained)
+        _choose_way(language, model, loss, first)
+        return language
     view = _Outputs(model, loss, untrained)
+    _choose_way(view, model, loss, first)
     if type(loss) not in OURS:
         _require_curvature(view, data)
     return view
+
+
+def _choose_way(view: _View, model: FunctionalModel, loss: Loss, batch: Batch) -> None:
+    """Take Jacobians in the quickest way that a model and its loss go through, and that is the same both ways."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(1, model.moving.total, generator=generator).to(model.moving.center)
+    failed = ""
+    for way in WAYS:
+        view.way = way()
+        try:
+            view.products(vector, batch, torch.ones(1, device=model.device))
+            view.loss_tangents(vector, batch)
+            if view.directions_agree(vector, batch):
+                return
+            failed = f"{way.name}: what moves forwards does not come back"
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of operations without a derivative, and of what `torch.func` cannot do
+            failed = f"{way.name}: {str(error).partition(chr(10))[0][:150]}"
+        log.info("curvature of %s not in %s", described(loss), failed)
+    raise InputError(
+        "model",
+        got=f"operations without derivatives that curvature needs ({failed})",
+        expected="operations with a forward mode, or a backward pass that can be differentiated again",
+        fix="jostle.sample asks for first derivatives alone",
+    )
 
 
 def _untrained(model: FunctionalModel) -> Int[Tensor, " weight"] | None:
@@ -237,34 +276,34 @@ class _Outputs(_View):
     loss: Loss
     untrained: Int[Tensor, " weight"] | None
 
-    def network(self, flat: Tensor, batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    def network(self, flat: Tensor, batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Any]]]:
         """The outputs that have gradients, and how to put them back into the form in which the model gave them."""
         form: dict[str, Any] = {}
 
         def outputs(model: nn.Module, batch: Batch) -> Any:
-            recorder = _Recorder(model)
-            self.loss(recorder, batch)
-            leaves, form["spec"] = pytree.tree_flatten(recorder.calls)
-            form["leaves"] = leaves
-            return [leaf for leaf in leaves if _differentiable(leaf)]
+            calls: list[Any] = []
+            self.loss(recorder(model, calls), batch)
+            form["leaves"], form["spec"] = pytree.tree_flatten(calls)
+            return [leaf for leaf in form["leaves"] if _differentiable(leaf)]
 
         found: Any = self.model.call(outputs, flat, batch)
         if not found:
-            self._refuse("a loss that does not call the model, or takes no numbers from it")
+            self.refuse(f"{described(self.loss)}, which does not call the model, or takes no numbers from it")
 
-        def put_back(values: Sequence[Tensor]) -> Any:
+        def put_back(values: Sequence[Tensor]) -> list[Any]:
             given = iter(values)
             leaves = [next(given) if _differentiable(leaf) else leaf for leaf in form["leaves"]]
             return pytree.tree_unflatten(leaves, form["spec"])
 
         return found, put_back
 
-    def losses(self, calls: Any, batch: Batch) -> Tensor:
+    def losses(self, calls: list[Any], batch: Batch) -> Tensor:
         """The losses of recorded outputs."""
-        return self.loss(_Replayer(self.model.model, calls), batch)
+        return self.loss(replayer(self.model.model, calls), batch)
 
     def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
-        center, back = self.model.moving.center, self._back(batch)
+        center = self.model.moving.center
+        values, back = self.network(center, batch)
 
         def network(flat: Tensor) -> list[Tensor]:
             return self.network(flat, batch)[0]
@@ -273,28 +312,27 @@ class _Outputs(_View):
             losses = sample_means(self.losses(back(values), batch), self.loss, batch)
             return losses @ shares.to(losses.dtype)
 
-        values, pull = _linearized(network, center)
-
-        def product(vector: Tensor) -> Tensor:
-            moved = jvp(network, (center,), (vector,))[1]
-            curved = jvp(grad(weighted), (values,), (moved,))[1]
-            return pull(curved)[0]
-
-        return vmap(product)(_trained(vectors, self.untrained))
+        moved = self.way.pushed(network, center, _trained(vectors, self.untrained))
+        return self.way.pulled(network, center, self.way.curved(weighted, values, moved))
 
     def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
-        center = self.model.moving.center
+        def losses(flat: Tensor) -> Tensor:
+            # As in the products, the model is called as a whole.
+            return self.model.call(lambda model, batch: self.loss(recorder(model, []), batch), flat, batch)
 
-        def tangent(vector: Tensor) -> Tensor:
-            return jvp(lambda flat: self.model.call(self.loss, flat, batch), (center,), (vector,))[1]
+        return self.way.pushed(losses, self.model.moving.center, _trained(vectors, self.untrained))
 
-        return vmap(tangent)(_trained(vectors, self.untrained))
+    def directions_agree(self, vector: Tensor, batch: Batch) -> bool:
+        center, vector = self.model.moving.center, _trained(vector, self.untrained)
 
-    def _back(self, batch: Batch) -> Callable[[Sequence[Tensor]], Any]:
-        with torch.no_grad():
-            return self.network(self.model.moving.center, batch)[1]
+        def network(flat: Tensor) -> list[Tensor]:
+            return self.network(flat, batch)[0]
 
-    def _refuse(self, got: str) -> None:
+        moved = self.way.pushed(network, center, vector)
+        squares = torch.stack([one.double().square().sum() for one in moved]).sum()
+        return _agree(squares, vector, self.way.pulled(network, center, moved), self.model)
+
+    def refuse(self, got: str) -> None:
         raise InputError(
             "loss",
             got=got,
@@ -329,8 +367,7 @@ class _LanguageModel(_View):
 
         def passes(vectors: Tensor, center: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             body = self._body(batch)
-            moved = vmap(lambda vector: jvp(body, (center,), (vector,))[1])(_trained(vectors, self._untrained))
-            return body(center), moved
+            return body(center), self.way.pushed(body, center, _trained(vectors, self._untrained))
 
         return self._compiled("moved", passes, vectors, self._model.moving.center, batch)
 
@@ -338,10 +375,14 @@ class _LanguageModel(_View):
         """What changes of the states weigh in the weights: their transposed Jacobian."""
 
         def passes(curved: Tensor, center: Tensor, batch: Batch) -> Tensor:
-            pull = _linearized(self._body(batch), center)[1]
-            return vmap(lambda one: pull(one)[0])(curved)
+            return self.way.pulled(self._body(batch), center, curved)
 
         return self._compiled("pulled", passes, curved, self._model.moving.center, batch)
+
+    def directions_agree(self, vector: Tensor, batch: Batch) -> bool:
+        moved = self._moved(vector, batch)[1]
+        pulled = self._pulled(moved, batch)
+        return _agree(moved.double().square().sum(), _trained(vector, self._untrained), pulled, self._model)
 
     def _of_head(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What vectors have of the head's weight and bias."""
@@ -411,10 +452,9 @@ class _LanguageModel(_View):
         return max(16, self._bytes // (vectors * width))
 
 
-def _linearized(function: Callable[[Tensor], Any], at: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor]]]:
-    """The value of a function, and its transposed Jacobian as a function."""
-    found: Any = vjp(function, at)
-    return found[0], found[1]
+def _agree(squares: Tensor, vector: Tensor, pulled: Tensor, model: FunctionalModel) -> bool:
+    """Whether ‖Jv‖² is v·Jᵀ(Jv), to rounding."""
+    return bool((squares - (vector.double() * pulled).sum()).abs() <= max(1e-3, model.tolerance) * squares)
 
 
 def _outer(
@@ -427,39 +467,6 @@ def _outer(
     return columns @ rows
 
 
-class _Recorder(nn.Module):
-    """Stands in for a model, and keeps what it gives."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.calls = model, list[Any]()
-        self.training = model.training
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model."""
-        found = self.model(*inputs, **named)
-        self.calls.append(found)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("model"), name)
-
-
-class _Replayer(_Recorder):
-    """Stands in for a model, and gives what was kept."""
-
-    def __init__(self, model: nn.Module, calls: Sequence[Any]) -> None:
-        super().__init__(model)
-        self.left = iter(calls)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Give the next output."""
-        return next(self.left)
-
-
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
@@ -468,22 +475,31 @@ def _require_curvature(view: _Outputs, data: Data) -> None:
     """Refuse a loss of the user's own that reads weights past the outputs, or curves downwards in them."""
     center = view.model.moving.center
     few = data.batch(data.spread(PROBED)[:PROBED])
-    back = view.network(center, few)[1]
+    values, back = view.network(center, few)
 
-    def mean(flat: Tensor) -> Tensor:
-        return sample_means(view.model.call(view.loss, flat, few), view.loss, few).mean()
+    def mean(losses: Tensor) -> Tensor:
+        return sample_means(losses, view.loss, few).mean()
 
-    def weighted(values: list[Tensor]) -> Tensor:
-        return sample_means(view.losses(back(values), few), view.loss, few).mean()
+    def of_weights(flat: Tensor) -> Tensor:
+        return mean(view.model.call(lambda model, few: view.loss(recorder(model, []), few), flat, few))
 
-    values, pull = _linearized(lambda flat: view.network(flat, few)[0], center)
-    whole, through = grad(mean)(center), pull(grad(weighted)(values))[0]
-    if not (whole - through).norm() <= max(1e-3, view.model.tolerance) * whole.norm():
-        view._refuse(f"{described(view.loss)}, which reads weights past the model's outputs")
+    def past_outputs(flat: Tensor) -> Tensor:
+        kept = back(values)
+        return mean(view.model.call(lambda model, few: view.loss(replayer(model, kept), few), flat, few))
+
+    def of_outputs(values: list[Tensor]) -> Tensor:
+        return mean(view.losses(back(values), few))
+
+    one = torch.ones(1, dtype=of_outputs(values).dtype, device=center.device)
+    whole, past = (view.way.pulled(function, center, one)[0] for function in (of_weights, past_outputs))
+    slopes = [slope[None] for slope in view.way.gradient(of_outputs, values)]
+    through = view.way.pulled(lambda flat: view.network(flat, few)[0], center, slopes)[0]
+    if past.any() or not (whole - through).norm() <= max(1e-3, view.model.tolerance) * whole.norm():
+        view.refuse(f"{described(view.loss)}, which reads weights past the model's outputs")
     generator = torch.Generator().manual_seed(0)
     for _ in range(PROBES):
         moved = [torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device) for value in values]
-        curved = jvp(grad(weighted), (values,), (moved,))[1]
+        curved = [one[0] for one in view.way.curved(of_outputs, values, [one[None] for one in moved])]
         products = [float((a * b).sum()) for a, b in zip(moved, curved, strict=True)]
         if not sum(products) >= -1e-5 * sum(float(b.norm() * a.norm()) for a, b in zip(moved, curved, strict=True)):
-            view._refuse(f"{described(view.loss)}, which curves downwards in the model's outputs")
+            view.refuse(f"{described(view.loss)}, which curves downwards in the model's outputs")

@@ -1,0 +1,351 @@
+"""`jostle.solve`: what leaving out a training example would do to a query, in nats, by how the model was trained."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from jostle.chains.progress import telling
+from jostle.curvature.gauss_newton import GaussNewton
+from jostle.curvature.labels import loss_counts, relabelled, these
+from jostle.curvature.per_example import PerExample, fingerprints_of
+from jostle.curvature.response import Filter, Response, Responses
+from jostle.data.datasets import Collate, Data
+from jostle.errors import EstimateWarning, InputError, warn
+from jostle.losses import Loss
+from jostle.losses import classification as classification_loss
+from jostle.models.functional import eval_mode, free_memory
+from jostle.models.in_place import InPlace
+from jostle.models.weights import MovingWeights, WeightSelection
+from jostle.scores import Scores
+from jostle.training import MomentComparison, Training, compare_second_moments, require_similar_moments
+from jostle.training.moments import estimate_second_moments
+
+log = logging.getLogger("jostle")
+
+ITERATIONS = 60
+"""Products with the curvature that a query may take, if it is not solved before."""
+
+LABELS, LABELLED = 1, 1024
+"""Labels drawn for each of so many examples, whose gradients make the preconditioner."""
+
+PROBES = 64
+"""Training examples by whose scores it is judged whether a query is solved."""
+
+PROBE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
+"""What their gradients may take; but there are at least `FEWEST_PROBES`."""
+
+FEWEST_PROBES = 8
+
+QUERY_BYTES = 4 << 30
+"""What vectors of the queries that are solved at once may take in a machine's memory; of a GPU's, half of the free."""
+
+VECTORS = 8
+"""Vectors that conjugate gradients hold for each query."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What leaving training examples out would do to each query's loss.
+
+    Attributes:
+        effects: the rise of each query's loss, in nats, if a training example had been left out: positive means that it
+            helped. Left out is: its loss has weight 0, all else stays.
+        errors: of the effects of each query, how far the solver may be from its solution: a root mean square, in nats.
+            What the theory itself leaves out (docs/solve.md) is not in it.
+        spreads: the standard deviation of each query's effects, over some of the examples.
+        residuals: what is left of each query's equations, relative, in the norm of training's metric.
+        solved: whether each query's error is below 5 % of the spread of its effects.
+        tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect.
+            Tokens without a loss have 0. None where they were not asked for.
+        moments: the optimizer's second moments beside those estimated at the checkpoint, for each tensor.
+        provenance: what it was made from.
+    """
+
+    effects: Float[np.ndarray, "train query"]
+    errors: Float[np.ndarray, " query"]
+    spreads: Float[np.ndarray, " query"]
+    residuals: Float[np.ndarray, " query"]
+    solved: np.ndarray
+    tokens: list[Float[np.ndarray, "token query"]] | None = None
+    moments: list[MomentComparison] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        train, query = self.effects.shape
+        unsolved = f", {(~self.solved).sum()} queries not solved" if not self.solved.all() else ""
+        return f"Solution({train} train × {query} query, effects in nats{unsolved})"
+
+    @property
+    def scores(self) -> Scores:
+        """The same as `Scores`, for lists, files and evaluation: negative helps, so these are minus the effects."""
+        return Scores(
+            values=np.negative(self.effects),
+            method="solve",
+            scale=1.0,
+            standard_error=np.broadcast_to(self.errors.astype(np.float32), self.effects.shape),
+            provenance=self.provenance,
+        )
+
+    def effect_of_removing(
+        self, examples: ArrayLike, query: int | None = None
+    ) -> tuple[Float[np.ndarray, " query"], Float[np.ndarray, " query"]]:
+        """Return the rise of the queries' losses if all these examples were left out, in nats, and the solver's error.
+
+        Args:
+            examples: their indices.
+            query: one query; all by default.
+
+        Example:
+            >>> rise, error = solution.effect_of_removing([3, 7])
+        """
+        chosen = np.unique(np.asarray(examples, int))
+        count, queries = self.effects.shape
+        if chosen.size and not (chosen[0] >= 0 and chosen[-1] < count):
+            raise InputError("examples", got=chosen[[0, -1]].tolist(), expected=f"indices from 0 to {count - 1}")
+        if query is not None and not 0 <= query < queries:
+            raise InputError("query", got=query, expected=f"an index from 0 to {queries - 1}")
+        asked = slice(None) if query is None else slice(query, query + 1)
+        return self.effects[chosen][:, asked].sum(0), self.errors[asked] * len(chosen) ** 0.5
+
+
+def solve(
+    model: nn.Module,
+    train: Any,
+    query: Any,
+    *,
+    training: Training,
+    loss: Loss | None = None,
+    weights: WeightSelection | None = None,
+    collate: Collate | None = None,
+    filter: Filter = "descent",
+    tokens: bool = False,
+    curvature_examples: int | None = None,
+    iterations: int = ITERATIONS,
+    seed: int = 0,
+    progress: bool = False,
+) -> Solution:
+    """Return what leaving out each training example would do to each query's loss, in nats.
+
+    Training defines a Gaussian posterior around the checkpoint: its precision is the curvature of the mean loss, damped
+    by weight decay and by how far the learning rates could move each weight. Under it, the effect of an example on a
+    query is a covariance of their losses to first order, which is solved for here without a draw.
+
+    Args:
+        model: the trained model. It is left as it was.
+        train: training examples: all, or with ``training.total`` a part of them.
+        query: the query examples.
+        training: how the model was trained.
+        loss: the loss that was trained with, and that is asked about; it must see the model only through its outputs,
+            and be convex in them. Default: ``losses.classification()``.
+        weights: which weights moved in training. Default: those that ``training`` names, or all.
+        collate: makes a batch of a list of samples.
+        filter: "descent", where training ends, or "minimum", where it would stand still.
+        tokens: return what each training token does, too.
+        curvature_examples: so many training examples, drawn at random, stand for all in the curvature: quicker, and
+            less exact. Default: all.
+        iterations: products with the curvature that a query may take.
+        seed: of what is drawn: batches of second moments, labels, examples.
+        progress: show it.
+
+    Raises:
+        InputError: a training of another model, second moments that are not this model's, or a loss without a
+            Gauss–Newton matrix.
+
+    Example:
+        >>> training = jostle.Training.from_optimizer(optimizer, model, rates=rates, batch_size=32)
+        >>> solution = jostle.solve(model, train, query, training=training)
+        >>> solution.scores.top(query=0)
+    """
+    started = time.perf_counter()
+    training.check(model)
+    loss = loss or classification_loss()
+    if weights is None:
+        named = [name for group in training.groups for name in group.parameters]
+        weights = "all" if training.total_rate is not None else named
+    moving = MovingWeights(model, weights)
+    device = moving.center.device
+    sets = {
+        name: Data(source, name, collate=collate, device=device)
+        for name, source in (("train", train), ("query", query))
+    }
+    work = _Work(model, weights, moving, loss, sets["train"], sets["query"], training, filter, seed)
+    with eval_mode(model), telling(progress) as tell:
+        moments = work.measure(tell)
+        found = list(work.answers(tokens, curvature_examples, iterations, tell))
+    effects, by_token = np.concatenate([one[1] for one in found], axis=1), None
+    if tokens:
+        by_token = [np.concatenate(parts, axis=1) for parts in zip(*(one[2] for one in found), strict=True)]
+    responses = [one[0] for one in found]
+    errors, spreads, residuals, solved = (
+        np.concatenate([getattr(one, name) for one in responses])
+        for name in ("errors", "spreads", "residuals", "solved")
+    )
+    share = float(work.shares.mean())
+    solution = Solution(
+        effects, errors * share, spreads * share, residuals, solved, by_token, moments,
+        {
+            "fingerprints": {
+                **{name: data.fingerprint() for name, data in sets.items()}, **fingerprints_of(model, moving)
+            },
+            "training": training.to_dict(),
+            "filter": filter,
+            "iterations": max(one.iterations for one in responses),
+            "curvature_examples": curvature_examples or len(sets["train"]),
+            "seed": seed,
+            "seconds": time.perf_counter() - started,
+        },
+    )  # fmt: skip
+    if not solved.all():
+        few = np.flatnonzero(~solved)[:5]
+        named = ", ".join(f"{j} (error {errors[j] / max(spreads[j], 1e-300):.0%} of the spread)" for j in few)
+        warn(f"{(~solved).sum()} of {len(solved)} queries are not solved: {named}; raise iterations", EstimateWarning)
+    return solution
+
+
+@dataclass
+class _Work:
+    """What one solve goes through."""
+
+    model: nn.Module
+    weights: WeightSelection
+    moving: MovingWeights
+    loss: Loss
+    train: Data
+    query: Data
+    training: Training
+    filter: Filter
+    seed: int
+
+    def measure(self, tell: Callable[[str], None]) -> list[MomentComparison]:
+        """Learn what training was in this model's weights: reach, hold, and each example's share."""
+        rows: list[MomentComparison] = []
+        moments = None
+        with InPlace(self.model, self.moving) as model:
+            if self.training.optimizer != "sgd":
+                tell("second moments at the checkpoint")
+                moments = estimate_second_moments(model, self.loss, self.train, self.training, seed=self.seed)
+                own = self.training.flat_second_moments(self.moving)
+                if own is not None:
+                    rows = compare_second_moments(own, moments, self.moving)
+                    require_similar_moments(rows)
+                    moments = own
+            self.counts = loss_counts(model, self.loss, self.train).numpy().astype(np.float64)
+        diagonals = self.training.diagonals(self.moving, moments)
+        self.reach, self.hold = diagonals.reach, diagonals.hold
+        self.shares = self.training.shares(self.counts)
+        return rows
+
+    def answers(
+        self, tokens: bool, curvature_examples: int | None, iterations: int, tell: Callable[[str], None]
+    ) -> Iterator[tuple[Responses, Float[np.ndarray, "train query"], list[np.ndarray]]]:
+        """Give responses, effects and effects of tokens, of a block of queries after another."""
+        examples = self._drawn(curvature_examples)
+        dtype = torch.bfloat16 if self.moving.center.is_cuda else None
+        probes = self._probes()
+        curvature = GaussNewton(
+            self.model, self.weights, self.loss, self.train, shares=self.shares / self.shares.sum(), dtype=dtype
+        )
+        with curvature:
+            tell("the curvature")
+            response = Response(
+                curvature, self.reach, self.hold, filter=self.filter, rows=self._label_rows, probes=probes,
+                examples=examples,
+            )  # fmt: skip
+        for block in self._blocks():
+            tell(f"queries {block.start} to {block.stop - 1}")
+            with InPlace(self.model, self.moving) as model:
+                each = PerExample(model, self.loss)
+                gradients = torch.cat([rows.clone() for _, rows in each(self.query, block)])
+
+            def told(what: str, block: range = block) -> None:
+                tell(f"queries {block.start} to {block.stop - 1} of {len(self.query)}, {what}")
+
+            by_token: list[np.ndarray] = []
+            with curvature:
+                found = response(gradients, iterations=iterations, tell=told)
+            del gradients
+            if tokens:
+                exact = GaussNewton(self.model, self.weights, self.loss, self.train)
+                with exact:
+                    by_token = self._token_effects(exact, found.vectors)
+            yield found, self._effects(found.vectors), by_token
+
+    def _drawn(self, count: int | None) -> np.ndarray | None:
+        if count is None or count >= len(self.train):
+            return None
+        if count < 1:
+            raise InputError("curvature_examples", got=count, expected="a positive number of examples")
+        return np.sort(np.random.default_rng(self.seed).permutation(len(self.train))[:count])
+
+    def _probes(self) -> Float[Tensor, "probe weight"]:
+        """Gradients of some training examples."""
+        kind = "cuda" if self.moving.center.is_cuda else "cpu"
+        size = self.moving.total * self.moving.dtype.itemsize
+        count = min(PROBES, len(self.train), max(FEWEST_PROBES, PROBE_BYTES[kind] // size))
+        chosen = np.sort(np.random.default_rng((self.seed, 1)).permutation(len(self.train))[:count])
+        some = these(self.train, chosen)
+        with InPlace(self.model, self.moving) as model:
+            each = PerExample(model, self.loss)
+            return torch.cat([rows.clone() for _, rows in each(some, range(count))])
+
+    def _label_rows(self, unit: Tensor) -> Iterable[Float[Tensor, "row weight"]]:
+        """Gradients of drawn labels, scaled: their products sum to about SHS. None for a loss without labels."""
+        if not hasattr(self.loss, "draw_labels"):
+            return
+        places = self._drawn(LABELLED)
+        data = self.train if places is None else these(self.train, places)
+        shares = self.shares if places is None else self.shares[places]
+        counts = self.counts if places is None else self.counts[places]
+        scale = torch.from_numpy(np.sqrt(shares / shares.sum() * counts / LABELS)).to(unit)
+        with InPlace(self.model, self.moving) as model:
+            each = PerExample(model, self.loss)
+            each.scale = unit
+            for labelled in relabelled(model, self.loss, data, LABELS, self.seed):
+                for some, rows in each(labelled, range(len(data))):
+                    yield rows * scale[some.start : some.stop, None]
+
+    def _blocks(self) -> Iterator[range]:
+        """Queries that are solved together."""
+        free = free_memory(self.moving.center.device)
+        room = QUERY_BYTES if free is None else free // 2
+        size = max(1, room // (VECTORS * self.moving.total * self.moving.dtype.itemsize))
+        # Blocks of about one size: the last is not much quicker for being small.
+        count = -(-len(self.query) // size)
+        bounds = np.linspace(0, len(self.query), count + 1).astype(int)
+        yield from itertools.starmap(range, itertools.pairwise(bounds.tolist()))
+
+    def _effects(self, vectors: Float[Tensor, "query weight"]) -> Float[np.ndarray, "train query"]:
+        """ω·gᵢᵀx of every example and query."""
+        effects = np.empty((len(self.train), len(vectors)), np.float32)
+        with InPlace(self.model, self.moving) as model:
+            each = PerExample(model, self.loss)
+            for some, rows in each(self.train, range(len(self.train))):
+                effects[some.start : some.stop] = (rows @ vectors.T).float().cpu().numpy()
+        return effects * self.shares[:, None].astype(np.float32)
+
+    def _token_effects(self, exact: GaussNewton, vectors: Tensor) -> list[Float[np.ndarray, "token query"]]:
+        """Of each example, ω/T·∇ℓₜᵀx of every token: 0 where it has no loss."""
+        effects: list[np.ndarray] = [np.empty(0)] * len(self.train)
+        for part in exact.parts(self.train):
+            tangents, mask = exact.tangents(vectors, self.train, part)
+            if tangents.ndim == 2:
+                raise InputError("tokens", got="a loss of one number a sample", expected="a loss of tokens")
+            if mask is not None:
+                tangents = torch.where(mask, tangents, 0.0)
+            values = tangents.movedim(0, 2).float().cpu().numpy()
+            real = None if self.train.lengths is None else self.train.lengths
+            for row, index in zip(values, part, strict=True):
+                long = len(row) if real is None else int(real[index])
+                effects[index] = row[:long] * np.float32(self.shares[index] / self.counts[index])
+        return effects

@@ -1,0 +1,674 @@
+"""Products with the Gauss–Newton matrix against explicit Jacobians, and the solver against dense solves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import jostle
+from jostle.curvature import compiled, gauss_newton, jacobians
+from jostle.curvature.conjugate_gradients import Iterate, solve
+from jostle.curvature.gauss_newton import GaussNewton
+from jostle.curvature.preconditioners import KroneckerPreconditioner, SketchPreconditioner
+from jostle.data.datasets import Data
+from jostle.losses import LanguageHead, plain_operations
+from jostle.models.functional import FunctionalModel
+from jostle.models.weights import MovingWeights
+
+VOCABULARY = 13
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 10,
+    "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+LLAMA = ("LlamaConfig", SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True})
+LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied llama": LLAMA,
+    "llama with padding": (LLAMA[0], LLAMA[1] | {"pad_token_id": 0, "tie_word_embeddings": False}),
+    "gpt-neox": ("GPTNeoXConfig", SIZES),
+    "gemma2": ("Gemma2Config", SIZES | {
+        "num_key_value_heads": 1, "head_dim": 4, "final_logit_softcapping": 1.5, "attn_logit_softcapping": 1.0,
+    }),
+    "granite": ("GraniteConfig", SIZES | {"num_key_value_heads": 1, "logits_scaling": 0.5}),
+    "phi": ("PhiConfig", SIZES),  # its head has a bias
+    "gpt2": ("GPT2Config", {
+        "vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.5,
+        "embd_pdrop": 0.5, "attn_pdrop": 0.5, "bos_token_id": 1, "eos_token_id": 2,
+    }),
+}  # fmt: skip
+
+
+def language_model(name: str, attention: str = "sdpa") -> nn.Module:
+    """With weights large enough that its logits differ, and curve."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    configuration, settings = LANGUAGE[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, configuration)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def sequences() -> list[dict[str, Tensor]]:
+    """Of different lengths, some of whose tokens are not scored; with the token 0 among them."""
+    random = torch.Generator().manual_seed(1)
+    found = []
+    for length in (7, 3, 9, 5):
+        tokens = torch.randint(VOCABULARY, (length,), generator=random)
+        tokens[length // 2] = 0
+        labels = tokens.clone()
+        labels[: length // 3] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def images() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(2)
+    return torch.randn(6, 1, 5, 5, generator=random, dtype=torch.float64), torch.arange(6) % 3
+
+
+def rows(outputs: int = 2) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return torch.randn(7, 3, generator=random, dtype=torch.float64), torch.randn(7, outputs, generator=random).double()
+
+
+def convolutions() -> nn.Module:
+    """With batch statistics that are not those of a new layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(27, 3)
+    ).double()
+    model(2 * images()[0] + 1)
+    return model
+
+
+def tanh_network(outputs: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+# --- the truth: a Jacobian and a Hessian by torch.func, of one example at a time ---
+
+
+def weights_of(model: nn.Module, chosen: Callable[[str], bool]) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: value.detach() for name, value in named if value.requires_grad and chosen(name)}
+
+
+def jacobian(
+    model: nn.Module, outputs: Callable[[nn.Module], Tensor], chosen: Callable[[str], bool] = lambda name: True
+) -> Tensor:
+    """(output, weight)."""
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self) -> Tensor:
+            return outputs(self.model).flatten()
+
+    called = Called()
+    weights = {f"model.{name}": value for name, value in weights_of(model, chosen).items()}
+    found: Any = jacrev(lambda weights: functional_call(called, weights, ()))(weights)
+    return torch.cat([one.flatten(1) for one in found.values()], dim=1)
+
+
+def curvature_of_language(
+    model: nn.Module, shares: np.ndarray | None = None, chosen: Callable[[str], bool] = lambda name: True
+) -> Tensor:
+    """Σᵢ ωᵢ Σₜ Jᵀ(diag p − ppᵀ)J/Tᵢ, of logits as the model itself gives them, without padding."""
+    samples, total = sequences(), torch.zeros(())
+    shares = np.full(len(samples), 1 / len(samples)) if shares is None else shares
+    model.eval()
+    for sample, share in zip(samples, shares, strict=True):
+        tokens = sample["input_ids"][None]
+        J = jacobian(model, lambda model, tokens=tokens: model(tokens, use_cache=False).logits[0], chosen)
+        J = J.unflatten(0, (tokens.shape[1], VOCABULARY))[:-1]
+        p = model(tokens).logits[0, :-1].softmax(1).detach()
+        scored = (sample["labels"] != -100)[1:].double()
+        Lambda = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        total = total + share * torch.einsum("tvw,tvu,tux,t->wx", J, Lambda, J, scored / scored.sum())
+    return total
+
+
+def curvature_of_outputs(model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Mean of JᵀΛJ, Λ the Hessian of a loss of an example's outputs."""
+    model.eval()
+    total = torch.zeros(())
+    for number in range(len(inputs)):
+        J = jacobian(model, lambda model, number=number: model(inputs[number : number + 1]))
+        z = model(inputs[number : number + 1]).detach().flatten()
+        Lambda: Any = hessian(lambda z, number=number: loss_of(z, number))(z)
+        total = total + J.T @ Lambda @ J / len(inputs)
+    return total
+
+
+def close(found: Tensor, truth: Tensor, tolerance: float = 1e-9) -> bool:
+    assert truth.norm() > 1e-3
+    return bool((found - truth).norm() < tolerance * truth.norm())
+
+
+def curvature(model: nn.Module, loss: Any, data: Any, weights: Any = "all", **settings: Any) -> Tensor:
+    with GaussNewton(model, weights, loss, Data(data, "train"), **settings) as found:
+        return found.dense()
+
+
+# --- language models ---
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_language_models(name: str, attention: str) -> None:
+    model = language_model(name, attention)
+    found = curvature(model, jostle.losses.next_token(), sequences())
+    truth = curvature_of_language(model)
+    if attention == "sdpa":  # told apart from what a wrong mask, or no labels, would give
+        assert not close(curvature(model, jostle.losses.next_token(), [{"input_ids": s["input_ids"]} for s in sequences()]), truth, 0.05)
+    assert close(found, truth)
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = language_model("tied llama")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, settings).double()
+    for loss in (jostle.losses.next_token(), UnknownHead()):
+        assert close(curvature(model, loss, sequences()), curvature_of_language(model))
+
+
+class UnknownHead:
+    """Next tokens, where nothing is known of the model: with its mask, in the model's own way to be called."""
+
+    def __init__(self) -> None:
+        self.inner = jostle.losses.next_token()
+        self.token_mask = self.inner.token_mask  # type: ignore[attr-defined]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.inner(model, batch)
+
+
+@pytest.mark.parametrize("name", ["tied llama", "gemma2", "gpt2"])
+def test_logits_as_a_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the head is not known, the matrix and the tangents are the same, padding on the left included."""
+    model = language_model(name)
+    left = [{"input_ids": F.pad(s["input_ids"], (2, 0)), "labels": F.pad(s["labels"], (2, 0), value=-100),
+             "attention_mask": F.pad(torch.ones_like(s["input_ids"]), (2, 0))} for s in sequences()]  # fmt: skip
+    vectors = torch.randn(3, MovingWeights(model, "all").total, dtype=torch.float64)
+
+    def both(data: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        with GaussNewton(model, "all", jostle.losses.next_token(), Data(data, "train")) as found:
+            tangents, mask = found.tangents(vectors, found.data, range(4))
+            assert mask is not None
+            return found(vectors), tangents * mask
+
+    cases = [(data, both(data)) for data in (sequences(), left)]
+    monkeypatch.setattr(LanguageHead, "of", lambda *arguments: None)
+    for data, known in cases:
+        for found, expected in zip(both(data), known, strict=True):
+            assert close(found, expected)
+    assert close(cases[1][1][0], cases[0][1][0])
+
+
+def test_parts_of_the_weights() -> None:
+    """A selection is the block of the matrix; where the head does not move, nothing is lost of what it passes on."""
+    model = language_model("llama with padding")
+    whole, moving = curvature_of_language(model), MovingWeights(model, "all")
+    for selection, parts in (("attention", ["attn"]), ("head", ["lm_head"]), ("embedding+mlp", ["embed", "mlp"])):
+        kept = [name for name in moving.names if any(part in name for part in parts)]
+        places = torch.cat([torch.arange(moving.total)[moving.slices[name]] for name in kept])
+        assert 0 < len(places) < moving.total
+        found = curvature(model, jostle.losses.next_token(), sequences(), selection)
+        assert close(found, whole[places][:, places])
+
+
+def test_rows_shares_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model("tied llama")
+    for kind in gauss_newton.BLOCK:
+        monkeypatch.setitem(gauss_newton.BLOCK, kind, 3)
+        monkeypatch.setitem(gauss_newton.PASS_TOKENS, kind, 8)
+        monkeypatch.setitem(gauss_newton.HEAD_BYTES, kind, 1)
+    monkeypatch.setattr(gauss_newton, "max", lambda least, size: 2 if least == 16 else max(least, size), raising=False)
+    shares = np.array([0.1, 0.5, 0.3, 0.7])
+    data = Data(sequences(), "train")
+    vectors = torch.randn(7, MovingWeights(model, "all").total, dtype=torch.float64)
+    with GaussNewton(model, "all", jostle.losses.next_token(), data, shares=shares) as found:
+        assert [list(part) for part in found.parts(data)] == [[1], [3], [0], [2]]
+        assert close(found(vectors), vectors @ curvature_of_language(model, shares))
+        some = np.array([0, 1.6 * 0.5 / 1.2, 0, 1.6 * 0.7 / 1.2])  # two of them, in place of all
+        assert close(found(vectors, rows=np.array([3, 1])), vectors @ curvature_of_language(model, some))
+
+
+@pytest.mark.parametrize("name", ["llama with padding", "gemma2", "phi", "gpt2"])
+def test_tangents_of_tokens(name: str) -> None:
+    """Against central differences, a token at a time; without the embedding of padding, which no gradient reaches."""
+    model, loss = language_model(name), jostle.losses.next_token()
+    data, random = Data(sequences(), "train"), torch.Generator().manual_seed(0)
+    with GaussNewton(model, "all", loss, data) as found:
+        moving, functional = found.moving, found.model
+        vectors = torch.randn(2, moving.total, generator=random, dtype=torch.float64)
+        tangents, mask = found.tangents(vectors, data, [2, 0, 1])
+        trained = vectors.clone()
+        if name == "llama with padding":
+            trained[:, moving.slices["model.embed_tokens.weight"]].view(2, VOCABULARY, 8)[:, 0] = 0
+        batch, step = data.batch([2, 0, 1]), 1e-5
+        ahead, behind = (functional.evaluate(loss, moving.center + way * step * trained, batch) for way in (1, -1))
+        means = torch.stack([functional.call(functional_means(functional, loss), moving.center + step * one, batch)
+                             - functional.call(functional_means(functional, loss), moving.center - step * one, batch)
+                             for one in trained])  # fmt: skip
+    assert mask is not None
+    assert mask.sum(1).tolist() == [6, 5, 2]
+    truth = (ahead - behind) / (2 * step)
+    assert (tangents - truth)[:, mask].abs().max() < 1e-7
+    assert truth[:, mask].abs().max() > 0.1
+    of_sequences = torch.where(mask, tangents, 0).sum(2) / mask.sum(1)
+    assert (of_sequences - means / (2 * step)).abs().max() < 1e-7
+
+
+def functional_means(functional: FunctionalModel, loss: Any) -> Callable[[nn.Module, Any], Tensor]:
+    from jostle.models.functional import sample_means
+
+    return lambda model, batch: sample_means(loss(model, batch), loss, batch)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = language_model("gpt2").train()
+    model.transformer.h[0].eval()
+    model.transformer.wte.weight.requires_grad_(False)
+
+    def state() -> list[Any]:
+        return [
+            model.config.to_dict(), model.config._attn_implementation, [m.training for m in model.modules()],
+            [(name, p.requires_grad, p.grad is None, p.data.clone().numpy().tobytes()) for name, p in model.named_parameters()],
+            torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled(),
+        ]  # fmt: skip
+
+    before = state()
+    for loss in (jostle.losses.next_token(), UnknownHead()):
+        with GaussNewton(model, "*", loss, Data(sequences(), "train")) as found:
+            found(torch.ones(1, found.moving.total, dtype=torch.float64))
+            assert not any(module.training for module in model.modules())
+            assert model.config._attn_implementation == before[1]
+        assert state() == before
+    with pytest.raises(jostle.InputError):
+        curvature(model, weight_penalty, sequences())
+    assert state() == before
+
+
+# --- other models, and losses of a user's own ---
+
+
+def test_a_classifier_with_batch_statistics() -> None:
+    model, (x, y) = convolutions(), images()
+    truth = curvature_of_outputs(model, x, lambda z, number: F.cross_entropy(z, y[number]))
+    assert close(curvature(model.train(), jostle.losses.classification(), (x, y)), truth)
+
+
+def test_regression() -> None:
+    model, (x, y) = tanh_network(), rows()
+    truth = curvature_of_outputs(model, x, lambda z, number: (z - y[number]).square().sum() / 0.5)
+    assert close(curvature(model, jostle.losses.regression(noise_variance=0.25), (x, y)), truth)
+
+
+def pseudo_huber(z: Tensor) -> Tensor:
+    return (1 + z.square()).sqrt().sum(-1)
+
+
+def called_twice(model: Any, batch: Any) -> Tensor:
+    """Convex in the outputs of two calls, which it mixes."""
+    x, y = batch
+    return pseudo_huber(model(x) - 0.5 * model(-2 * x) - y) + F.softplus(model(x)[:, 0])
+
+
+def body_and_head(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return pseudo_huber(model[2](model[:2](x)) - y)
+
+
+def test_losses_of_a_users_own() -> None:
+    model, (x, y) = tanh_network(), rows()
+    # Of two calls, the outputs are those of one network that makes both.
+    twice = Twice(model)
+    truth = curvature_of_outputs(
+        twice, x, lambda z, number: pseudo_huber(z[:2] - 0.5 * z[2:] - y[number]) + F.softplus(z[0])
+    )
+    assert close(curvature(model, called_twice, (x, y)), truth)
+    # Parts of a model that are called one after another are its outputs as well.
+    truth = curvature_of_outputs(model, x, lambda z, number: pseudo_huber(z - y[number]))
+    assert close(curvature(model, body_and_head, (x, y)), truth)
+    vectors = torch.randn(2, 26, dtype=torch.float64)
+    with GaussNewton(model, "all", called_twice, Data((x, y), "train")) as found:
+        slopes = jacobian(model, lambda model: called_twice(model, (x, y)))
+        tangents, mask = found.tangents(vectors, found.data, range(7))
+    assert mask is None
+    assert close(tangents, vectors @ slopes.T)
+
+
+class Twice(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.model(x), self.model(-2 * x)], dim=1)
+
+
+def weight_penalty(model: Any, batch: Any) -> Tensor:
+    outputs = model(batch["input_ids"]).logits.square().mean((1, 2)) if isinstance(batch, dict) else model(batch[0]).square().sum(1)
+    return outputs + 1e-6 * sum(value.square().sum() for value in model.parameters())
+
+
+def head_apart(model: Any, batch: Any) -> Tensor:
+    return pseudo_huber(F.linear(model[:2](batch[0]), model[2].weight) - batch[1])
+
+
+def not_convex(model: Any, batch: Any) -> Tensor:
+    return (model(batch[0]).square() - 1).square().sum(1)
+
+
+def no_call(model: Any, batch: Any) -> Tensor:
+    return F.linear(batch[0], model[0].weight).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (weight_penalty, "which reads weights past the model's outputs"),
+        (head_apart, "which reads weights past the model's outputs"),
+        (not_convex, "which curves downwards in the model's outputs"),
+        (no_call, "which does not call the model, or takes no numbers from it"),
+    ],
+)
+def test_refused_losses(loss: Any, got: str) -> None:
+    with pytest.raises(jostle.InputError, match=rf"loss: got a function of your own, {got}, expected .*; jostle.sample"):
+        curvature(tanh_network(), loss, rows())
+
+
+# --- models without a forward mode ---
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(3, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Cubed(torch.autograd.Function):
+    """As functions are written that know nothing of `torch.func`."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return 3 * context.saved_tensors[0] ** 2 * gradient
+
+
+class CubedOnce(Cubed):
+    """With a backward pass outside of the graph."""
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(Cubed.backward))
+
+
+class Activation(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def hides_from_gradients(x: Tensor) -> Tensor:
+    """A straight-through estimate: what forward mode sees is not what a gradient sees."""
+    with torch.no_grad():
+        rest = torch.sin(3 * x) - x
+    return x + rest
+
+
+def ways_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "curvature of" in record.message]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
+    """In float32, where LSTMs on a CPU have no forward mode; the truth is that of float64."""
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    x, y = torch.randn(6, 4, 3), torch.arange(6) % 2
+    vectors = torch.randn(2, sum(p.numel() for p in model.parameters()))
+    caplog.set_level(logging.INFO, "jostle")
+    with GaussNewton(model, "all", jostle.losses.classification(), Data((x, y), "train")) as found:
+        dense = found.dense().double()
+        tangents = found.tangents(vectors, found.data, range(6))[0].double()
+    assert len(ways_of(caplog)) == (1 if kind is nn.LSTM else 0)
+    x, model, loss = x.double(), model.double(), jostle.losses.classification()
+    assert close(dense, curvature_of_outputs(model, x, lambda z, number: F.cross_entropy(z, y[number])), 1e-5)
+    slopes = jacobian(model, lambda model: loss(model, (x, y)))
+    assert close(tangents, vectors.double() @ slopes.T, 1e-5)
+
+
+@pytest.mark.parametrize("way", jacobians.WAYS)
+def test_every_way_is_the_same(way: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauss_newton, "WAYS", (way,))
+    model, (x, y) = tanh_network(), rows()
+    truth = curvature_of_outputs(model, x, lambda z, number: pseudo_huber(z - y[number]))
+    assert close(curvature(model, body_and_head, (x, y)), truth)
+    language = language_model("gpt2")
+    vectors = torch.randn(3, MovingWeights(language, "all").total, dtype=torch.float64)
+    with GaussNewton(language, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
+        assert close(found(vectors), vectors @ curvature_of_language(language))
+
+
+def test_operations_that_only_autograd_knows(caplog: pytest.LogCaptureFixture) -> None:
+    """The same network in operations of PyTorch is the truth; where gradients see less, H is of what they see."""
+    caplog.set_level(logging.INFO, "jostle")
+    (x, y), loss = rows(), jostle.losses.regression()
+    for function, seen, ways in ((Cubed.apply, lambda x: x**3, 2), (hides_from_gradients, hides_from_gradients, 1)):
+        model, plain = (tanh_network() for _ in range(2))
+        model[1], plain[1] = Activation(function), Activation(seen)
+        caplog.clear()
+        found = curvature(model, loss, (x, y))
+        assert len(ways_of(caplog)) == ways
+        assert close(found, curvature_of_outputs(plain, x, lambda z, number: (z - y[number]).square().sum() / 2))
+
+
+def test_operations_that_nothing_goes_through() -> None:
+    model = tanh_network()
+    model[1] = Activation(CubedOnce.apply)
+    with pytest.raises(jostle.InputError, match=r"model: got operations without derivatives .*twice.*jostle.sample"):
+        curvature(model, jostle.losses.regression(), rows())
+
+
+# --- kernels, and attention ---
+
+
+def test_our_kernel_has_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass has no graph: what asks for more is told, and does not go on with less."""
+    from jostle import kernels
+
+    weight = torch.randn(5, 3)
+
+    def forward(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.T
+        return F.cross_entropy(logits, torch.zeros(2, dtype=torch.long), reduction="none"), logits.logsumexp(1)
+
+    def backward(hidden: Tensor, *rest: Any) -> Tensor:
+        return (hidden @ weight.T).softmax(1) @ weight - weight[0]
+
+    monkeypatch.setattr(kernels, "_forward", forward)
+    monkeypatch.setattr(kernels, "_backward_narrow", backward)
+    hidden = torch.randn(2, 3, requires_grad=True)
+    losses = kernels.linear_cross_entropy(hidden, weight, None, torch.zeros(2, dtype=torch.long))
+    (slopes,) = torch.autograd.grad(losses.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(slopes.sum(), hidden)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_and_loss_are_twice_differentiable(attention: str) -> None:
+    """Second derivatives along a line, by autograd twice and by forward mode over it, against differences of gradients."""
+    model, loss = language_model("tied llama", attention).eval(), jostle.losses.next_token()
+    moving = MovingWeights(model, "all")
+    functional, batch = FunctionalModel(model, moving), Data(sequences(), "train").whole()
+    line = torch.randn(moving.total, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def slope(at: Tensor) -> Tensor:
+        return torch.func.grad(lambda flat: functional.sample_losses(loss, flat, batch).mean())(at)
+
+    with plain_operations():
+        ahead, behind = slope(moving.center + 1e-5 * line), slope(moving.center - 1e-5 * line)
+        forward = torch.func.jvp(slope, (moving.center,), (line,))[1]
+        leaf = moving.center.clone().requires_grad_()
+        (first,) = torch.autograd.grad(functional.sample_losses(loss, leaf, batch).mean(), leaf, create_graph=True)
+        (backward,) = torch.autograd.grad(first @ line, leaf)
+    truth = (ahead - behind) / 2e-5
+    assert close(forward, truth, 1e-6)
+    assert close(backward, forward)
+
+
+# --- compiled ---
+
+
+def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler is given: the same numbers, and no zeros without memory in it."""
+    graphs: dict[str, list[Any]] = {}
+
+    def traced(self: Any, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        found, kept = function(*inputs), {}
+
+        def compile_(graph: Any, **options: Any) -> Any:
+            kept["graph"] = graph
+            return graph
+
+        monkeypatch.setattr(torch, "compile", compile_)
+        leaves = compiled.pytree.tree_leaves(inputs)
+        run: Any = self._compile(name, function, inputs, leaves)
+        assert run is kept["graph"]
+        again = run(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        for one, other in zip(compiled.pytree.tree_leaves(again), compiled.pytree.tree_leaves(found), strict=True):
+            assert (one - other).norm() <= 1e-12 * other.norm()
+        graphs.setdefault(name, []).append(run)
+        return again
+
+    monkeypatch.setattr(compiled.Compiled, "__call__", traced)
+    model = language_model("tied llama")
+    vectors = torch.randn(3, MovingWeights(model, "all").total, dtype=torch.float64)
+    with GaussNewton(model, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
+        assert close(found(vectors), vectors @ curvature_of_language(model))
+    assert set(graphs) == {"moved", "pulled", "curved"}
+    for graph in graphs["moved"] + graphs["pulled"] + graphs["curved"]:
+        assert "_efficientzerotensor" not in graph.code
+    # It would be there, and be read from where nothing is.
+    plain = make_fx(lambda x: torch.func.jvp(lambda w: (w * x, x), (x,), (x,))[1])(torch.ones(2))
+    assert "_efficientzerotensor" in plain.code
+
+
+# --- conjugate gradients ---
+
+
+def spd(size: int, condition: float, seed: int = 0) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=random, dtype=torch.float64))[0]
+    return basis @ torch.diag(torch.logspace(0, -np.log10(condition), size, dtype=torch.float64)) @ basis.T
+
+
+def small_residual(matrix: Tensor, right: Tensor, tolerance: float) -> Callable[[Iterate], bool]:
+    sizes = right.norm(dim=1)
+
+    def enough(iterate: Iterate) -> bool:
+        return bool(((right - iterate.solutions @ matrix).norm(dim=1) <= tolerance * sizes).all())
+
+    return enough
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_block_solves(dtype: torch.dtype) -> None:
+    """One that depends on others, one of 0, one far smaller: each comes out as if it were alone, and none spoils others."""
+    A = spd(60, 1e4).to(dtype)
+    right = torch.randn(5, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    right = torch.cat([right, right[:1] - 2 * right[1:2], torch.zeros(1, 60, dtype=dtype), right[2:3]])
+    right[4] *= 1e-6
+    found = solve(lambda rows: rows @ A, right, iterations=120, enough=small_residual(A, right, 1e-8 if dtype is torch.float64 else 1e-4))
+    truth = torch.linalg.solve(A.double(), right.double().T).T
+    errors = (found.solutions.double() - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-300)
+    assert errors.max() < (1e-6 if dtype is torch.float64 else 0.05)
+    assert (found.solutions[6] == 0).all()
+    assert found.iterations < 60
+    np.testing.assert_allclose(found.energy[-1], (right.double() * truth).sum(1).numpy(), rtol=1e-6 if dtype is torch.float64 else 5e-3)
+    # They grow towards bᵀA⁻¹b.
+    energy = np.array(found.energy)
+    assert (np.diff(energy, axis=0) >= -1e-6 * energy[-1]).all()
+
+
+def test_a_preconditioner_saves_iterations() -> None:
+    """Scales over six decades beside a mild matrix: with the diagonal, what is left is the mild one."""
+    size = 200
+    scales = torch.logspace(0, 3, size, dtype=torch.float64)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
+    A = scales[:, None] * spd(size, 10) * scales
+    right = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    counts = [
+        solve(lambda rows: rows @ A, right, preconditioner=one, iterations=600, enough=small_residual(A, right, 1e-6)).iterations
+        for one in (None, lambda rows: rows / A.diagonal())
+    ]
+    assert counts[1] < 30
+    assert counts[0] > 8 * counts[1]
+
+
+# --- preconditioners ---
+
+
+def dense_of(operator: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    return operator(torch.eye(size, dtype=torch.float64))
+
+
+def blocks(rows: Tensor) -> Callable[[], Iterator[Tensor]]:
+    return lambda: iter(rows.split(4))
+
+
+@functools.cache
+def sampled() -> tuple[MovingWeights, Tensor]:
+    moving = MovingWeights(tanh_network(), "all")
+    return moving, torch.randn(11, moving.total, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_preconditioners_are_symmetric_and_positive() -> None:
+    moving, G = sampled()
+    for found in (KroneckerPreconditioner(moving, blocks(G)), SketchPreconditioner(moving, blocks(G), len(G))):
+        dense = dense_of(found, moving.total)
+        assert close(dense.T, dense, 1e-12)
+        assert torch.linalg.eigvalsh(dense).min() > 0
+
+
+def test_a_sketch_is_inverted_exactly() -> None:
+    moving, G = sampled()
+    found = dense_of(SketchPreconditioner(moving, blocks(G), len(G)), moving.total)
+    assert close(found, torch.linalg.inv(torch.eye(moving.total, dtype=torch.float64) + G.T @ G), 1e-11)
+
+
+def test_a_kronecker_matrix_is_inverted_exactly() -> None:
+    """Of one linear layer, with rows G = √(λᵢμⱼ)·uᵢvⱼᵀ: their products are A ⊗ B."""
+    model = nn.Linear(4, 3, bias=False).double()
+    moving = MovingWeights(model, "all")
+    A, B = 3 * spd(3, 50), 20 * spd(4, 200, seed=1)
+    left, right = torch.linalg.cholesky(A), torch.linalg.cholesky(B)
+    G = torch.einsum("oa,ib->aboi", left, right).reshape(12, 12)
+    H = torch.einsum("op,ij->oipj", A, B).reshape(12, 12)
+    assert close(G.T @ G, H, 1e-12)
+    found = dense_of(KroneckerPreconditioner(moving, blocks(G)), 12)
+    assert close(found, torch.linalg.inv(torch.eye(12, dtype=torch.float64) + H), 1e-10)
