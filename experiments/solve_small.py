@@ -27,8 +27,10 @@ from benchmarks.environment import environment, write_record
 from jaxtyping import Float
 from torch import Tensor, nn
 
+import jostle
 from experiments.small_models import HALF_SEEDS, MODELS, Model
 from jostle.attributors import ekfac, gradient_similarity
+from jostle.curvature.response import Filter
 from jostle.evaluate import Measure, Measured, retrain
 from jostle.evaluate.metrics import lds_of, slopes_of
 
@@ -131,7 +133,24 @@ def ekfac_at(damping: float | None) -> Method:
     return method
 
 
+def solve_by(filter: Filter) -> Method:
+    """The closed form, as the training was."""
+
+    def method(of: Trained, train: Any, query: Any) -> Float[np.ndarray, "train query"]:
+        about = of.about
+        training = jostle.Training(
+            optimizer=about.optimizer, total_rate=about.steps * about.rate, weight_decay=about.weight_decay,
+            momentum=about.momentum if about.optimizer == "sgd" else 0.0, batch_size=about.batch_size,
+            second_moments=of.second_moments, count_alike="sequences",
+        )  # fmt: skip
+        return jostle.solve(of.model, train, query, training=training, loss=about.loss, filter=filter).effects
+
+    return method
+
+
 METHODS: dict[str, Method] = {
+    "solve": solve_by("descent"),
+    "solve, at a minimum": solve_by("minimum"),
     "gradient dot product": gradients,
     f"{EKFAC}, its own damping": ekfac_at(None),
     **{f"{EKFAC}, damping {damping:g}": ekfac_at(damping) for damping in DAMPINGS},

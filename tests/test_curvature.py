@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import jostle
 from jostle.curvature import compiled, gauss_newton, jacobians
@@ -47,14 +48,16 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def language_model(name: str, attention: str = "sdpa") -> nn.Module:
+def language_model(name: str, attention: str | None = None) -> nn.Module:
     """With weights large enough that its logits differ, and curve."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     configuration, settings = LANGUAGE[name]
     torch.manual_seed(0)
     config = getattr(transformers, configuration)(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
-    for parameter in model.parameters():
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention or ("eager" if name == "gemma2" else "sdpa")
+    )
+    for parameter in model.double().parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
 
@@ -120,7 +123,8 @@ def jacobian(
 
     called = Called()
     weights = {f"model.{name}": value for name, value in weights_of(model, chosen).items()}
-    found: Any = jacrev(lambda weights: functional_call(called, weights, ()))(weights)
+    with sdpa_kernel(SDPBackend.MATH):
+        found: Any = jacrev(lambda weights: functional_call(called, weights, ()))(weights)
     return torch.cat([one.flatten(1) for one in found.values()], dim=1)
 
 
@@ -159,6 +163,18 @@ def close(found: Tensor, truth: Tensor, tolerance: float = 1e-9) -> bool:
     return bool((found - truth).norm() < tolerance * truth.norm())
 
 
+SINGLE = 1e-5
+"""Norms and softmaxes of many models are computed in float32, whatever the rest is in."""
+
+
+def products(model: nn.Module, loss: Any, data: Any, weights: Any = "all") -> tuple[Tensor, Tensor]:
+    """Some vectors, and H·v of them."""
+    with GaussNewton(model, weights, loss, Data(data, "train")) as found:
+        random = torch.Generator().manual_seed(0)
+        vectors = torch.randn(3, found.moving.total, generator=random, dtype=torch.float64)
+        return vectors, found(vectors)
+
+
 def curvature(model: nn.Module, loss: Any, data: Any, weights: Any = "all", **settings: Any) -> Tensor:
     with GaussNewton(model, weights, loss, Data(data, "train"), **settings) as found:
         return found.dense()
@@ -167,15 +183,18 @@ def curvature(model: nn.Module, loss: Any, data: Any, weights: Any = "all", **se
 # --- language models ---
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, "eager") for name in LANGUAGE] + [(name, "sdpa") for name in LANGUAGE if name != "gemma2"],
+)
 def test_language_models(name: str, attention: str) -> None:
-    model = language_model(name, attention)
-    found = curvature(model, jostle.losses.next_token(), sequences())
-    truth = curvature_of_language(model)
-    if attention == "sdpa":  # told apart from what a wrong mask, or no labels, would give
-        assert not close(curvature(model, jostle.losses.next_token(), [{"input_ids": s["input_ids"]} for s in sequences()]), truth, 0.05)
-    assert close(found, truth)
+    model, loss = language_model(name, attention), jostle.losses.next_token()
+    vectors, found = products(model, loss, sequences())
+    truth = vectors @ curvature_of_language(model)
+    assert close(found, truth, SINGLE)
+    if name == "gpt2":  # and not what it would be with every token scored
+        _, other = products(model, loss, [{"input_ids": one["input_ids"]} for one in sequences()])
+        assert not close(other, truth, 0.05)
 
 
 def test_adapters() -> None:
@@ -184,7 +203,9 @@ def test_adapters() -> None:
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, settings).double()
     for loss in (jostle.losses.next_token(), UnknownHead()):
-        assert close(curvature(model, loss, sequences()), curvature_of_language(model))
+        vectors, found = products(model, loss, sequences())
+        assert vectors.shape[1] == 2 * 2 * (2 * 8 * 2) - 2 * 8
+        assert close(found, vectors @ curvature_of_language(model), SINGLE)
 
 
 class UnknownHead:
@@ -212,12 +233,14 @@ def test_logits_as_a_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert mask is not None
             return found(vectors), tangents * mask
 
-    cases = [(data, both(data)) for data in (sequences(), left)]
+    # Masks of Hugging Face are no numbers any more in float32, in which a softmax is taken of float64: all but one's.
+    cases = [(data, both(data)) for data in (sequences(), left)[: 2 if name == "gpt2" else 1]]
     monkeypatch.setattr(LanguageHead, "of", lambda *arguments: None)
     for data, known in cases:
         for found, expected in zip(both(data), known, strict=True):
-            assert close(found, expected)
-    assert close(cases[1][1][0], cases[0][1][0])
+            assert close(found, expected, SINGLE)
+    if name == "gpt2":
+        assert close(cases[1][1][0], cases[0][1][0], SINGLE)
 
 
 def test_parts_of_the_weights() -> None:
@@ -228,8 +251,8 @@ def test_parts_of_the_weights() -> None:
         kept = [name for name in moving.names if any(part in name for part in parts)]
         places = torch.cat([torch.arange(moving.total)[moving.slices[name]] for name in kept])
         assert 0 < len(places) < moving.total
-        found = curvature(model, jostle.losses.next_token(), sequences(), selection)
-        assert close(found, whole[places][:, places])
+        vectors, found = products(model, jostle.losses.next_token(), sequences(), selection)
+        assert close(found, vectors @ whole[places][:, places], SINGLE)
 
 
 def test_rows_shares_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,41 +267,35 @@ def test_rows_shares_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = torch.randn(7, MovingWeights(model, "all").total, dtype=torch.float64)
     with GaussNewton(model, "all", jostle.losses.next_token(), data, shares=shares) as found:
         assert [list(part) for part in found.parts(data)] == [[1], [3], [0], [2]]
-        assert close(found(vectors), vectors @ curvature_of_language(model, shares))
+        assert close(found(vectors), vectors @ curvature_of_language(model, shares), SINGLE)
         some = np.array([0, 1.6 * 0.5 / 1.2, 0, 1.6 * 0.7 / 1.2])  # two of them, in place of all
-        assert close(found(vectors, rows=np.array([3, 1])), vectors @ curvature_of_language(model, some))
+        assert close(found(vectors, rows=np.array([3, 1])), vectors @ curvature_of_language(model, some), SINGLE)
 
 
 @pytest.mark.parametrize("name", ["llama with padding", "gemma2", "phi", "gpt2"])
 def test_tangents_of_tokens(name: str) -> None:
-    """Against central differences, a token at a time; without the embedding of padding, which no gradient reaches."""
+    """Against gradients, a token at a time, and differences; the embedding of padding is one that no gradient reaches."""
     model, loss = language_model(name), jostle.losses.next_token()
     data, random = Data(sequences(), "train"), torch.Generator().manual_seed(0)
+    batch = data.batch([2, 0, 1])
     with GaussNewton(model, "all", loss, data) as found:
-        moving, functional = found.moving, found.model
-        vectors = torch.randn(2, moving.total, generator=random, dtype=torch.float64)
+        functional, center = found.model, found.moving.center
+        vectors = torch.randn(2, len(center), generator=random, dtype=torch.float64)
         tangents, mask = found.tangents(vectors, data, [2, 0, 1])
-        trained = vectors.clone()
-        if name == "llama with padding":
-            trained[:, moving.slices["model.embed_tokens.weight"]].view(2, VOCABULARY, 8)[:, 0] = 0
-        batch, step = data.batch([2, 0, 1]), 1e-5
-        ahead, behind = (functional.evaluate(loss, moving.center + way * step * trained, batch) for way in (1, -1))
-        means = torch.stack([functional.call(functional_means(functional, loss), moving.center + step * one, batch)
-                             - functional.call(functional_means(functional, loss), moving.center - step * one, batch)
-                             for one in trained])  # fmt: skip
+        slopes = jacobian(model, lambda model: loss(model, batch)).unflatten(0, (3, 9))
+        step = 1e-6
+        ahead, behind = (
+            torch.stack([functional.sample_losses(loss, center + way * step * one, batch) for one in vectors])
+            for way in (1, -1)
+        )
     assert mask is not None
     assert mask.sum(1).tolist() == [6, 5, 2]
-    truth = (ahead - behind) / (2 * step)
-    assert (tangents - truth)[:, mask].abs().max() < 1e-7
-    assert truth[:, mask].abs().max() > 0.1
+    assert close(tangents[:, mask], torch.einsum("stw,kw->kst", slopes, vectors)[:, mask], SINGLE)
+    if name == "llama with padding":
+        assert (slopes[:, :, :8] == 0).all()
     of_sequences = torch.where(mask, tangents, 0).sum(2) / mask.sum(1)
-    assert (of_sequences - means / (2 * step)).abs().max() < 1e-7
-
-
-def functional_means(functional: FunctionalModel, loss: Any) -> Callable[[nn.Module, Any], Tensor]:
-    from jostle.models.functional import sample_means
-
-    return lambda model, batch: sample_means(loss(model, batch), loss, batch)
+    if name == "gpt2":  # others compute parts in float32, in which differences are lost
+        assert close(of_sequences, (ahead - behind) / (2 * step), 1e-7)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -318,6 +335,26 @@ def test_regression() -> None:
     model, (x, y) = tanh_network(), rows()
     truth = curvature_of_outputs(model, x, lambda z, number: (z - y[number]).square().sum() / 0.5)
     assert close(curvature(model, jostle.losses.regression(noise_variance=0.25), (x, y)), truth)
+
+
+class WordMeans(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x).mean(1).tanh())
+
+
+def test_the_embedding_of_padding() -> None:
+    """No gradient reaches it, and no curvature, wherever it stands and whatever it is."""
+    torch.manual_seed(0)
+    model = WordMeans().double()
+    nn.init.normal_(model.words.weight)
+    x, y = torch.tensor([[1, 2, 0], [3, 0, 0], [5, 4, 1]]), torch.arange(3)
+    found = curvature(model, jostle.losses.classification(), (x, y))
+    assert close(found, curvature_of_outputs(model, x, lambda z, number: F.cross_entropy(z, y[number])))
+    assert (found[:3] == 0).all()
 
 
 def pseudo_huber(z: Tensor) -> Tensor:
@@ -364,7 +401,11 @@ class Twice(nn.Module):
 
 
 def weight_penalty(model: Any, batch: Any) -> Tensor:
-    outputs = model(batch["input_ids"]).logits.square().mean((1, 2)) if isinstance(batch, dict) else model(batch[0]).square().sum(1)
+    outputs = (
+        model(batch["input_ids"]).logits.square().mean((1, 2))
+        if isinstance(batch, dict)
+        else model(batch[0]).square().sum(1)
+    )
     return outputs + 1e-6 * sum(value.square().sum() for value in model.parameters())
 
 
@@ -390,7 +431,9 @@ def no_call(model: Any, batch: Any) -> Tensor:
     ],
 )
 def test_refused_losses(loss: Any, got: str) -> None:
-    with pytest.raises(jostle.InputError, match=rf"loss: got a function of your own, {got}, expected .*; jostle.sample"):
+    with pytest.raises(
+        jostle.InputError, match=rf"loss: got a function of your own, {got}, expected .*; jostle.sample"
+    ):
         curvature(tanh_network(), loss, rows())
 
 
@@ -419,6 +462,21 @@ class Cubed(torch.autograd.Function):
         return 3 * context.saved_tensors[0] ** 2 * gradient
 
 
+class CubedWithoutForward(torch.autograd.Function):
+    """As they are written for it, without a forward mode."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(Cubed.backward)
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(context: Any, inputs: Any, output: Any) -> None:
+        context.save_for_backward(*inputs)
+
+
 class CubedOnce(Cubed):
     """With a backward pass outside of the graph."""
 
@@ -445,9 +503,13 @@ def ways_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "curvature of" in record.message]
 
 
+@pytest.mark.parametrize("ways", [jacobians.WAYS, jacobians.WAYS[1:2]], ids=("forward mode", "two backward"))
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
-    """In float32, where LSTMs on a CPU have no forward mode; the truth is that of float64."""
+def test_recurrent_layers(
+    kind: type[nn.RNNBase], ways: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where a fused LSTM has no forward mode, as on a GPU; the truth is that of float64."""
+    monkeypatch.setattr(gauss_newton, "WAYS", ways)
     torch.manual_seed(0)
     model = Recurrent(kind)
     x, y = torch.randn(6, 4, 3), torch.arange(6) % 2
@@ -456,7 +518,7 @@ def test_recurrent_layers(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixtu
     with GaussNewton(model, "all", jostle.losses.classification(), Data((x, y), "train")) as found:
         dense = found.dense().double()
         tangents = found.tangents(vectors, found.data, range(6))[0].double()
-    assert len(ways_of(caplog)) == (1 if kind is nn.LSTM else 0)
+    assert not ways_of(caplog)
     x, model, loss = x.double(), model.double(), jostle.losses.classification()
     assert close(dense, curvature_of_outputs(model, x, lambda z, number: F.cross_entropy(z, y[number])), 1e-5)
     slopes = jacobian(model, lambda model: loss(model, (x, y)))
@@ -472,26 +534,33 @@ def test_every_way_is_the_same(way: type, monkeypatch: pytest.MonkeyPatch) -> No
     language = language_model("gpt2")
     vectors = torch.randn(3, MovingWeights(language, "all").total, dtype=torch.float64)
     with GaussNewton(language, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
-        assert close(found(vectors), vectors @ curvature_of_language(language))
+        assert close(found(vectors), vectors @ curvature_of_language(language), SINGLE)
 
 
 def test_operations_that_only_autograd_knows(caplog: pytest.LogCaptureFixture) -> None:
     """The same network in operations of PyTorch is the truth; where gradients see less, H is of what they see."""
     caplog.set_level(logging.INFO, "jostle")
     (x, y), loss = rows(), jostle.losses.regression()
-    for function, seen, ways in ((Cubed.apply, lambda x: x**3, 2), (hides_from_gradients, hides_from_gradients, 1)):
+    cases = (
+        (CubedWithoutForward.apply, lambda x: x**3, 1),
+        (Cubed.apply, lambda x: x**3, 2),
+        (hides_from_gradients, lambda x: x + (torch.sin(3 * x) - x).detach(), 1),
+    )
+    for function, seen, ways in cases:
         model, plain = (tanh_network() for _ in range(2))
         model[1], plain[1] = Activation(function), Activation(seen)
         caplog.clear()
         found = curvature(model, loss, (x, y))
-        assert len(ways_of(caplog)) == ways
+        assert len(ways_of(caplog)) == ways, ways_of(caplog)
         assert close(found, curvature_of_outputs(plain, x, lambda z, number: (z - y[number]).square().sum() / 2))
 
 
 def test_operations_that_nothing_goes_through() -> None:
     model = tanh_network()
     model[1] = Activation(CubedOnce.apply)
-    with pytest.raises(jostle.InputError, match=r"model: got operations without derivatives .*twice.*jostle.sample"):
+    with pytest.raises(
+        jostle.InputError, match=r"model: got operations without derivatives .*does not come back.*jostle.sample"
+    ):
         curvature(model, jostle.losses.regression(), rows())
 
 
@@ -516,30 +585,35 @@ def test_our_kernel_has_no_second_derivative(monkeypatch: pytest.MonkeyPatch) ->
     hidden = torch.randn(2, 3, requires_grad=True)
     losses = kernels.linear_cross_entropy(hidden, weight, None, torch.zeros(2, dtype=torch.long))
     (slopes,) = torch.autograd.grad(losses.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    assert slopes.norm() > 0.1
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(slopes.sum(), hidden)
+    (slopes,) = torch.autograd.grad(losses.sum(), hidden)
+    assert not slopes.requires_grad
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_and_loss_are_twice_differentiable(attention: str) -> None:
     """Second derivatives along a line, by autograd twice and by forward mode over it, against differences of gradients."""
-    model, loss = language_model("tied llama", attention).eval(), jostle.losses.next_token()
-    moving = MovingWeights(model, "all")
-    functional, batch = FunctionalModel(model, moving), Data(sequences(), "train").whole()
-    line = torch.randn(moving.total, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss = jostle.losses.next_token()
+    for name in ("gpt2", "tied llama"):
+        model = language_model(name, attention).eval()
+        moving = MovingWeights(model, "all")
+        functional, batch = FunctionalModel(model, moving), Data(sequences(), "train").whole()
+        line = torch.randn(moving.total, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def slope(at: Tensor) -> Tensor:
-        return torch.func.grad(lambda flat: functional.sample_losses(loss, flat, batch).mean())(at)
+        def mean(flat: Tensor, functional: Any = functional, batch: Any = batch) -> Tensor:
+            return functional.sample_losses(loss, flat, batch).mean()
 
-    with plain_operations():
-        ahead, behind = slope(moving.center + 1e-5 * line), slope(moving.center - 1e-5 * line)
-        forward = torch.func.jvp(slope, (moving.center,), (line,))[1]
-        leaf = moving.center.clone().requires_grad_()
-        (first,) = torch.autograd.grad(functional.sample_losses(loss, leaf, batch).mean(), leaf, create_graph=True)
-        (backward,) = torch.autograd.grad(first @ line, leaf)
-    truth = (ahead - behind) / 2e-5
-    assert close(forward, truth, 1e-6)
-    assert close(backward, forward)
+        with plain_operations():
+            forward = torch.func.jvp(torch.func.grad(mean), (moving.center,), (line,))[1]
+            ahead, behind = (torch.func.grad(mean)(moving.center + step * line) for step in (1e-6, -1e-6))
+            leaf = moving.center.clone().requires_grad_()
+            (first,) = torch.autograd.grad(mean(leaf), leaf, create_graph=True)
+            (backward,) = torch.autograd.grad(first @ line, leaf)
+        assert close(forward, backward, SINGLE)
+        if name == "gpt2":
+            assert close(forward, (ahead - behind) / 2e-6, 1e-6)
 
 
 # --- compiled ---
@@ -566,11 +640,11 @@ def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs.setdefault(name, []).append(run)
         return again
 
-    monkeypatch.setattr(compiled.Compiled, "__call__", traced)
-    model = language_model("tied llama")
+    model = language_model("gpt2")
     vectors = torch.randn(3, MovingWeights(model, "all").total, dtype=torch.float64)
     with GaussNewton(model, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
-        assert close(found(vectors), vectors @ curvature_of_language(model))
+        monkeypatch.setattr(compiled.Compiled, "__call__", traced)
+        assert close(found(vectors), vectors @ curvature_of_language(model), SINGLE)
     assert set(graphs) == {"moved", "pulled", "curved"}
     for graph in graphs["moved"] + graphs["pulled"] + graphs["curved"]:
         assert "_efficientzerotensor" not in graph.code
@@ -597,33 +671,40 @@ def small_residual(matrix: Tensor, right: Tensor, tolerance: float) -> Callable[
     return enough
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_block_solves(dtype: torch.dtype) -> None:
-    """One that depends on others, one of 0, one far smaller: each comes out as if it were alone, and none spoils others."""
-    A = spd(60, 1e4).to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "condition", "tolerance", "most"), [(torch.float64, 1e4, 1e-8, 50), (torch.float32, 100, 1e-5, 50)]
+)
+def test_block_solves(dtype: torch.dtype, condition: float, tolerance: float, most: int) -> None:
+    """One that depends on others, one of 0, one far smaller: each comes out, and none spoils others."""
+    A = spd(60, condition).to(dtype)
     right = torch.randn(5, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     right = torch.cat([right, right[:1] - 2 * right[1:2], torch.zeros(1, 60, dtype=dtype), right[2:3]])
     right[4] *= 1e-6
-    found = solve(lambda rows: rows @ A, right, iterations=120, enough=small_residual(A, right, 1e-8 if dtype is torch.float64 else 1e-4))
+    found = solve(lambda rows: rows @ A, right, iterations=most, enough=small_residual(A, right, tolerance))
     truth = torch.linalg.solve(A.double(), right.double().T).T
-    errors = (found.solutions.double() - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-300)
-    assert errors.max() < (1e-6 if dtype is torch.float64 else 0.05)
+    assert found.iterations < most
+    kept = [0, 1, 2, 3, 4, 5, 7]
+    errors = (found.solutions.double() - truth)[kept].norm(dim=1) / truth[kept].norm(dim=1)
+    assert errors.max() < condition * tolerance
     assert (found.solutions[6] == 0).all()
-    assert found.iterations < 60
-    np.testing.assert_allclose(found.energy[-1], (right.double() * truth).sum(1).numpy(), rtol=1e-6 if dtype is torch.float64 else 5e-3)
     # They grow towards bᵀA⁻¹b.
     energy = np.array(found.energy)
-    assert (np.diff(energy, axis=0) >= -1e-6 * energy[-1]).all()
+    np.testing.assert_allclose(energy[-1], (right.double() * truth).sum(1).numpy(), rtol=condition * tolerance)
+    assert (np.diff(energy, axis=0) >= -10 * condition * tolerance * energy[-1]).all()
 
 
 def test_a_preconditioner_saves_iterations() -> None:
     """Scales over six decades beside a mild matrix: with the diagonal, what is left is the mild one."""
     size = 200
-    scales = torch.logspace(0, 3, size, dtype=torch.float64)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
+    scales = torch.logspace(0, 3, size, dtype=torch.float64)[
+        torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    ]
     A = scales[:, None] * spd(size, 10) * scales
     right = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     counts = [
-        solve(lambda rows: rows @ A, right, preconditioner=one, iterations=600, enough=small_residual(A, right, 1e-6)).iterations
+        solve(
+            lambda rows: rows @ A, right, preconditioner=one, iterations=600, enough=small_residual(A, right, 1e-6)
+        ).iterations
         for one in (None, lambda rows: rows / A.diagonal())
     ]
     assert counts[1] < 30

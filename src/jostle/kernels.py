@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -131,11 +130,25 @@ class _Differentiable(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable  # what the kernels write has no graph: a second derivative would lack terms, unsaid
     def backward(context, gradient):
-        hidden, weight, bias, targets, logsumexp = context.saved_tensors
+        return _Gradient.apply(*context.saved_tensors, gradient, context.scale, context.cap), *[None] * 5
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient for the hidden states, which has none of its own, and says so.
+
+    What kernels write has no graph, and a second derivative would lack its terms. `once_differentiable` is not enough:
+    it is silent where the gradient that comes in has no graph either, or where terms are asked for by name.
+    """
+
+    @staticmethod
+    def forward(context, hidden, weight, bias, targets, logsumexp, gradient, scale, cap):
         way = _backward_narrow if hidden.shape[1] <= NARROW else _backward_wide
-        return way(hidden, weight, bias, targets, logsumexp, gradient, context.scale, context.cap), *[None] * 5
+        return way(hidden, weight, bias, targets, logsumexp, gradient, scale, cap)
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("this kernel has no second derivative: within plain_operations() it is not used")
 
 
 def _tiles(rows: int, vocabulary: int, tile: dict[str, int], processors: int) -> tuple[tuple[int, int], int]:

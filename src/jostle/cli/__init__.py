@@ -11,6 +11,7 @@ from jostle.cli import demo as demo
 from jostle.cli import sampling as sampling
 from jostle.cli import choosing as choosing
 from jostle.cli import scoring as scoring
+from jostle.cli import solving as solving
 from jostle.cli import reading as reading
 from jostle.cli import evaluating as evaluating
 from jostle.cli import viewing as viewing

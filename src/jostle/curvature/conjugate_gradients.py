@@ -18,7 +18,7 @@ from torch import Tensor
 
 Product = Callable[[Float[Tensor, "vector weight"]], Float[Tensor, "vector weight"]]
 
-INDEPENDENT = 1e-7
+INDEPENDENT = {torch.float32: 1e-7, torch.float64: 1e-11}
 """Directions whose share of a block is smaller, of those of a scale of 1, are those of others and rounding."""
 
 SLICE = 1 << 20
@@ -63,11 +63,12 @@ def solve(
     iterate = Iterate(torch.zeros_like(right), right.clone())
     moved = precondition(iterate.residuals)
     # Systems of one scale, so that a small one is not taken for rounding beside a large one.
-    scales = products_of(moved, right).diagonal().clamp(min=torch.finfo(torch.float64).tiny).rsqrt().to(right.dtype)
+    sizes = products_of(moved, right).diagonal()
+    scales = torch.where(sizes > 0, sizes.rsqrt(), 0).to(right.dtype)
     directions = scales[:, None] * moved
     for _ in range(iterations):
         image = product(directions)
-        inverse = _inverse(products_of(directions, image))
+        inverse = _inverse(products_of(directions, image), INDEPENDENT[right.dtype])
         steps = (inverse @ products_of(directions, iterate.residuals)).T.to(right.dtype)
         iterate.solutions += steps @ directions
         iterate.residuals -= steps @ image
@@ -102,11 +103,12 @@ def _lengths(rows: Tensor) -> Float[Tensor, " row"]:
     return rows.norm(dim=1).clamp(min=torch.finfo(rows.dtype).tiny)
 
 
-def _inverse(matrix: Float[Tensor, "direction direction"]) -> Float[Tensor, "direction direction"]:
+def _inverse(matrix: Float[Tensor, "direction direction"], least: float) -> Float[Tensor, "direction direction"]:
     """The inverse on the directions that are independent of each other, and 0 on the rest."""
     matrix = (matrix + matrix.T) / 2
-    scale = matrix.diagonal().clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
+    own = matrix.diagonal()
+    scale = torch.where(own > 0, own.rsqrt(), 0)
     values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
-    kept = values > INDEPENDENT * len(values)
+    kept = values > least * len(values)
     vectors = vectors[:, kept] * values[kept].rsqrt()
     return scale[:, None] * (vectors @ vectors.T) * scale

@@ -92,11 +92,15 @@ class GaussNewton:
         self._view: _View | None = None
 
     def __enter__(self) -> Self:
-        for context in (eval_mode(self.model.model), plain_operations(), self.model.plain_kernels()):
-            self._context.enter_context(context)
         self._context.enter_context(warnings.catch_warnings())
         # Of what torch takes one by one within vmap, which is still right.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        for context in (eval_mode(self.model.model), plain_operations(), self.model.plain_kernels()):
+            self._context.enter_context(context)
+        if any(isinstance(module, nn.RNNBase) for module in self.model.model.modules()):
+            # Fused on a CPU, an LSTM has no forward mode; of switching that off, torch says something about GPUs.
+            warnings.filterwarnings("ignore", "TF32 acceleration", UserWarning)
+            self._context.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
             self._view = self._view or _view_of(self.model, self.loss, self.data, self._head_bytes)
         except BaseException:
@@ -191,7 +195,7 @@ class _View:
 
     way: ForwardMode
 
-    def directions_agree(self, vector: Float[Tensor, " weight"], batch: Batch) -> bool:
+    def directions_agree(self, vector: Float[Tensor, "1 weight"], batch: Batch) -> bool:
         """Return whether ‖Jv‖² is v·Jᵀ(Jv): forward mode goes on where a model has cut the way back."""
         raise NotImplementedError
 
@@ -215,26 +219,28 @@ def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) ->
     head, untrained = LanguageHead.of(loss, model.model, first), _untrained(model)
     if head is not None:
         language = _LanguageModel(model, loss, head, head_bytes, untrained)
-        _choose_way(language, model, loss, first)
+        _choose_way(language, model, loss, data)
         return language
     view = _Outputs(model, loss, untrained)
-    _choose_way(view, model, loss, first)
+    _choose_way(view, model, loss, data)
     if type(loss) not in OURS:
         _require_curvature(view, data)
     return view
 
 
-def _choose_way(view: _View, model: FunctionalModel, loss: Loss, batch: Batch) -> None:
+def _choose_way(view: _View, model: FunctionalModel, loss: Loss, data: Data) -> None:
     """Take Jacobians in the quickest way that a model and its loss go through, and that is the same both ways."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(1, model.moving.total, generator=generator).to(model.moving.center)
+    vectors = torch.randn(2, model.moving.total, generator=generator).to(model.moving.center)
+    few = min(2, len(data))  # of one alone, or one vector, operations are at times others
+    batch, shares = data.batch(range(few)), torch.full((few,), 1 / few, device=model.device)
     failed = ""
     for way in WAYS:
         view.way = way()
         try:
-            view.products(vector, batch, torch.ones(1, device=model.device))
-            view.loss_tangents(vector, batch)
-            if view.directions_agree(vector, batch):
+            view.products(vectors, batch, shares)
+            view.loss_tangents(vectors, batch)
+            if view.directions_agree(vectors[:1], batch):
                 return
             failed = f"{way.name}: what moves forwards does not come back"
         except torch.OutOfMemoryError:
@@ -453,7 +459,9 @@ class _LanguageModel(_View):
 
 
 def _agree(squares: Tensor, vector: Tensor, pulled: Tensor, model: FunctionalModel) -> bool:
-    """Whether ‖Jv‖² is v·Jᵀ(Jv), to rounding."""
+    """Whether ‖Jv‖² is v·Jᵀ(Jv), to rounding; of what is not finite, others have something to say."""
+    if not squares.isfinite():
+        return True
     return bool((squares - (vector.double() * pulled).sum()).abs() <= max(1e-3, model.tolerance) * squares)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,12 +89,16 @@ class Solution:
     @property
     def scores(self) -> Scores:
         """The same as `Scores`, for lists, files and evaluation: negative helps, so these are minus the effects."""
+        return self.scores_with(self.provenance)
+
+    def scores_with(self, provenance: Mapping[str, Any]) -> Scores:
+        """Return the scores with another provenance."""
         return Scores(
             values=np.negative(self.effects),
             method="solve",
             scale=1.0,
             standard_error=np.broadcast_to(self.errors.astype(np.float32), self.effects.shape),
-            provenance=self.provenance,
+            provenance=provenance,
         )
 
     def effect_of_removing(

@@ -1,0 +1,445 @@
+"""What `jostle.solve` says an example did, against minimizers that are found and trainings that are done without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, vmap
+
+import jostle
+from jostle import Training, losses
+from jostle.curvature import gauss_newton, response
+from jostle.errors import EstimateWarning, InputError
+from jostle.runs import solving
+from jostle.training import ParameterGroup
+
+CLASSES, TRAIN, QUERIES = 4, 300, 20
+PARTS = 4
+"""Of the pixels: each has weights of its own, for groups of parameters."""
+
+Rows = tuple[Tensor, Tensor]
+Losses = Callable[[nn.Module, Rows], Tensor]
+
+
+@functools.cache
+def digits(loss: str) -> tuple[Rows, Rows]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(n_class=CLASSES, return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))[: TRAIN + QUERIES]
+    X, y = torch.tensor(pixels[order] / 16), torch.tensor(labels[order])
+    if loss == "regression":
+        y = F.one_hot(y, CLASSES).double()
+    return (X[:TRAIN], y[:TRAIN]), (X[TRAIN:], y[TRAIN:])
+
+
+LOSSES: dict[str, Losses] = {"regression": losses.regression(), "classification": losses.classification()}
+
+
+class Linear(nn.Module):
+    """A linear map, of which every part of the inputs has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        width = 64 // PARTS
+        self.parts = nn.ParameterList(
+            0.1 * torch.randn(CLASSES, width, generator=random, dtype=torch.float64) for _ in range(PARTS)
+        )
+        self.bias = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([*self.parts], dim=1).T + self.bias
+
+
+def named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, value.detach()) for name, value in model.named_parameters()]
+
+
+def flat_of(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def at(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
+    parts = flat.split([value.numel() for value in model.parameters()])
+    return {name: part.view(value.shape) for (name, value), part in zip(named(model), parts, strict=True)}
+
+
+def losses_at(loss: Losses, model: nn.Module, flat: Tensor, rows: Rows) -> Tensor:
+    # The losses are our own, which take a model; here it is one whose weights are given.
+    return loss(lambda x: functional_call(model, at(model, flat), x), rows)  # type: ignore[arg-type]
+
+
+def gradients(loss: Losses, model: nn.Module, rows: Rows) -> Tensor:
+    """(example, weight)."""
+    found = jacrev(lambda flat: losses_at(loss, model, flat, rows))(flat_of(model))
+    assert isinstance(found, Tensor)
+    return found
+
+
+class Minimizers:
+    """Of the mean loss + ½(w − start)ᵀD(w − start), with examples of other weights than 1."""
+
+    def __init__(self, loss: Losses, model: nn.Module, rows: Rows, metric: Tensor) -> None:
+        self.start = flat_of(model)
+
+        def objective(flat: Tensor, weights: Tensor) -> Tensor:
+            moved = flat - self.start
+            return losses_at(loss, model, flat, rows) @ weights / len(weights) + (metric * moved * moved).sum() / 2
+
+        self._gradients, curvature = vmap(grad(objective)), hessian(objective)
+        self.flat, even = self.start, torch.ones(len(rows[0]), dtype=torch.float64)
+        for _ in range(6):
+            self._factor = torch.linalg.cholesky(curvature(self.flat, even))
+            self.flat = self._stepped(self.flat[None], even[None])[0]
+
+    def _stepped(self, flats: Tensor, weights: Tensor) -> Tensor:
+        return flats - torch.cholesky_solve(self._gradients(flats, weights).T, self._factor).T
+
+    def of(self, weights: Tensor) -> Tensor:
+        """Newton's steps with the curvature of the first minimizer, near which all others are."""
+        flats = self.flat.expand(len(weights), -1)
+        for _ in range(12):
+            flats = self._stepped(flats, weights)
+        assert self._gradients(flats, weights).norm() < 1e-9
+        return flats
+
+
+def lowered(drops: np.ndarray, by: float, count: int = TRAIN) -> Tensor:
+    """A weight for each example, with nothing left out in the last row: (drop + 1, example)."""
+    weights = torch.ones(len(drops) + 1, count, dtype=torch.float64)
+    for row, drop in zip(weights, drops, strict=False):
+        row[list(drop)] -= by
+    return weights
+
+
+def drops_of(size: int, count: int = 30, among: int = TRAIN) -> np.ndarray:
+    random = np.random.default_rng(0)
+    return np.array([random.permutation(among)[:size] for _ in range(count)])
+
+
+def predicted(solution: jostle.Solution, drops: np.ndarray) -> np.ndarray:
+    return np.stack([solution.effect_of_removing(drop)[0].astype(np.float64) for drop in drops])
+
+
+def changes(loss: Losses, model: nn.Module, flats: Tensor, query: Rows) -> np.ndarray:
+    """Of the queries' losses, from the last row to the others."""
+    found = vmap(lambda flat: losses_at(loss, model, flat, query))(flats).detach().numpy()
+    return found[:-1] - found[-1]
+
+
+def slopes(real: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """Least squares with an intercept of real changes on predicted ones, (case, query), of each query."""
+    real, predicted = real - real.mean(0), predicted - predicted.mean(0)
+    return (real * predicted).sum(0) / (predicted**2).sum(0)
+
+
+def off(found: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """How far a matrix (case, query) is from another, of each query, relative."""
+    return np.linalg.norm(found - truth, axis=0) / np.linalg.norm(truth, axis=0)
+
+
+# --- minimizers ---
+
+
+def in_groups(loss: Losses, rows: Rows) -> tuple[Training, Tensor]:
+    """SGD with rates and decays of each part's own, and D by hand: three decades."""
+    rates, decays = [4.0, 0.4, 0.04, 0.004], [0.02, 0.5, 0.0, 3.0]
+    names = [f"parts.{number}" for number in range(PARTS)]
+    groups = [
+        ParameterGroup(parameters=[name], total_rate=rate, weight_decay=decay)
+        for name, rate, decay in zip(names, rates, decays, strict=True)
+    ]
+    training = Training(optimizer="sgd", total_rate=0.5, momentum=0.5, groups=groups)
+    metric = {name: decay + 0.5 / rate for name, rate, decay in zip(names, rates, decays, strict=True)} | {"bias": 1.0}
+    return training, torch.cat([torch.full_like(value, metric[name]).flatten() for name, value in named(Linear())])
+
+
+def by_weight(loss: Losses, rows: Rows) -> tuple[Training, Tensor]:
+    """AdamW with second moments that are near those of gradients, and of each weight's own, and D by hand."""
+    moments = gradients(loss, Linear(), rows).square().mean(0) / 8
+    random = torch.Generator().manual_seed(2)
+    moments *= 10 ** (2 * torch.rand(moments.shape, generator=random, dtype=torch.float64) - 1)
+    training = Training(
+        optimizer="adamw", total_rate=0.02, weight_decay=20.0, eps=1e-3, batch_size=8,
+        second_moments=at(Linear(), moments),
+    )  # fmt: skip
+    # Weights of pixels that are always 0 never move.
+    return training, torch.where(moments > 0, (moments.sqrt() + 1e-3) * (20.0 + 1 / 0.02), 1e12)
+
+
+@pytest.mark.parametrize("described", [in_groups, by_weight])
+@pytest.mark.parametrize("name", LOSSES)
+def test_minimizers_are_found_again(name: str, described: Callable[..., tuple[Training, Tensor]]) -> None:
+    loss, (rows, query), model = LOSSES[name], digits(name), Linear()
+    training, metric = described(loss, rows)
+    assert metric[metric < 1e11].max() / metric.min() > 300
+    minimizers = Minimizers(loss, model, rows, metric)
+    put(model, minimizers.flat)
+    solution = jostle.solve(model, rows, query, training=training, loss=loss, filter="minimum")
+    assert solution.solved.all()
+    drops = drops_of(3)
+    expected = predicted(solution, drops)
+
+    def real(by: float) -> np.ndarray:
+        return changes(loss, model, minimizers.of(lowered(drops, by)), query) / by
+
+    # What is left is of second order: of a hundredth of a weight, a hundredth of it.
+    assert abs(np.median(slopes(real(1.0), expected)) - 1) < 0.02
+    assert np.abs(slopes(real(0.01), expected) - 1).max() < 1e-3
+    assert off(expected, real(0.01)).max() < 1e-3
+
+
+# --- trainings ---
+
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The loss of a batch, by weights, weights of examples, and the batch's indices."""
+
+
+@dataclasses.dataclass
+class Trained:
+    """Trainings side by side, of which the last has left nothing out."""
+
+    flats: Tensor
+    moments: Tensor | None
+    clip_factor: float
+
+
+def train(
+    objective: Objective,
+    model: nn.Module,
+    start: Tensor,
+    weights: Tensor,
+    batches: Tensor,
+    make: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer],
+    max_norm: float | None = None,
+) -> Trained:
+    """Train by an optimizer of PyTorch's: what it does to a number, it does to that alone, but for clipping."""
+    together = {
+        name: nn.Parameter(value.expand(len(weights), *value.shape).clone()) for name, value in at(model, start).items()
+    }
+    optimizer, slopes_at, factors = make(together), vmap(grad(objective), in_dims=(0, 0, None)), []
+    for batch in batches:
+        flats = torch.cat([value.detach().flatten(1) for value in together.values()], dim=1)
+        slope = slopes_at(flats, weights, batch)
+        factor = torch.ones(len(weights)).double()
+        if max_norm is not None:
+            factor = (max_norm / slope.norm(dim=1)).clamp(max=1)
+        factors.append(float(factor[-1]))
+        parts = (factor[:, None] * slope).split([value[0].numel() for value in together.values()], dim=1)
+        for value, part in zip(together.values(), parts, strict=True):
+            value.grad = part.view(value.shape)
+        optimizer.step()
+    flats = torch.cat([value.detach().flatten(1) for value in together.values()], dim=1)
+    states, moments = [optimizer.state[value] for value in together.values()], None
+    if "exp_avg_sq" in states[0]:
+        beta = optimizer.defaults["betas"][1]
+        moments = torch.cat([state["exp_avg_sq"][-1].flatten() for state in states]) / (1 - beta ** len(batches))
+    return Trained(flats, moments, float(np.mean(factors)))
+
+
+def batches_of(steps: int, size: int, count: int = TRAIN) -> Tensor:
+    random = torch.Generator().manual_seed(3)
+    epochs = -(-steps * size // count)
+    return torch.cat([torch.randperm(count, generator=random) for _ in range(epochs)])[: steps * size].view(steps, size)
+
+
+def objective_of(loss: Losses, model: nn.Module, rows: Rows) -> Objective:
+    def objective(flat: Tensor, weights: Tensor, batch: Tensor) -> Tensor:
+        return losses_at(loss, model, flat, (rows[0][batch], rows[1][batch])) @ weights[batch] / len(batch)
+
+    return objective
+
+
+def at_rest(loss: Losses, rows: Rows, metric: Tensor | float) -> Tensor:
+    """Where a training that decays weights so would stand still."""
+    model = Linear()
+    nn.utils.vector_to_parameters(torch.zeros_like(flat_of(model)), model.parameters())
+    return Minimizers(loss, model, rows, torch.as_tensor(metric)).flat
+
+
+def put(model: nn.Module, flat: Tensor) -> nn.Module:
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    return model
+
+
+LOSS = LOSSES["regression"]
+"""Quadratic, so that its curvature is the same wherever a training passes."""
+
+Make = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+def real_effects(
+    start: Tensor, drops: np.ndarray, batches: Tensor, make: Make, max_norm: float | None = None
+) -> tuple[nn.Module, np.ndarray, Trained]:
+    """Trainings in which the dropped examples weigh 1 % less, each with the same batches; effects for a whole weight."""
+    (rows, query), model = digits("regression"), Linear()
+    found = train(objective_of(LOSS, model, rows), model, start, lowered(drops, 0.01), batches, make, max_norm)
+    return put(model, found.flats[-1]), changes(LOSS, model, found.flats, query) / 0.01, found
+
+
+def by_sgd() -> tuple[nn.Module, np.ndarray, Training, np.ndarray]:
+    drops, steps = drops_of(3, 12), 300
+    model, real, _ = real_effects(
+        at_rest(LOSS, digits("regression")[0], 0.1), drops, batches_of(steps, TRAIN),
+        lambda named: torch.optim.SGD(named.values(), lr=3e-3, momentum=0.9, weight_decay=0.1),
+    )  # fmt: skip
+    return model, real, Training(optimizer="sgd", total_rate=3e-3 * steps, momentum=0.9, weight_decay=0.1), drops
+
+
+def by_adamw(eps: float, rate: float, decay: float) -> tuple[nn.Module, np.ndarray, Training, np.ndarray]:
+    drops, steps, size = drops_of(3, 12), 600, 30
+    model, real, found = real_effects(
+        at_rest(LOSS, digits("regression")[0], decay * eps + 1e-6), drops, batches_of(steps, size),
+        lambda named: torch.optim.AdamW(named.values(), lr=rate, eps=eps, weight_decay=decay),
+    )  # fmt: skip
+    training = Training(
+        optimizer="adamw", total_rate=rate * steps, weight_decay=decay, eps=eps, batch_size=size,
+        second_moments=at(model, some(found.moments)),
+    )  # fmt: skip
+    return model, real, training, drops
+
+
+def some(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+@pytest.mark.parametrize(
+    ("trained", "exact"),
+    [
+        (by_sgd, 0.015),
+        # The metric differs from weight to weight. Batches, whose noise the second moments are of, move the weights.
+        (lambda: by_adamw(1e-2, 1e-4, 0.0), 0.07),
+        # Decay pulls against a mean gradient, which the second moments would follow if ε were not much larger.
+        (lambda: by_adamw(1.0, 5e-3, 0.3), 0.07),
+    ],
+    ids=["sgd", "adamw, its metric", "adamw, its decay"],
+)
+def test_trainings_end_where_the_filter_says(
+    trained: Callable[[], tuple[nn.Module, np.ndarray, Training, np.ndarray]],
+    exact: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # They begin at rest. Elsewhere an example's gradients along the way are not those at the end, which are all that
+    # is asked of a checkpoint: experiments/solve_regression.py has what that does.
+    model, real, training, drops = trained()
+    rows, query = digits("regression")
+
+    def answered(filter: Any) -> np.ndarray:
+        return predicted(jostle.solve(model, rows, query, training=training, loss=LOSS, filter=filter), drops)
+
+    dense = answered("descent")
+    assert abs(np.median(slopes(real, dense)) - 1) < 0.02
+    assert off(dense, real).max() < exact
+    # Where it would stand still is somewhere else.
+    assert np.median(slopes(real, answered("minimum"))) > 1.1
+    monkeypatch.setattr(response, "DENSE", {"cpu": 0})
+    solved = answered("descent")
+    assert abs(np.median(slopes(real, solved)) - 1) < 0.05
+    assert np.median(off(solved, real)) < 0.05
+    assert off(solved, real).max() < 0.1
+
+
+# --- what a training is said to have been ---
+
+Case = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Real effects, those predicted by how it was, and by how it was not."""
+
+
+def told(model: nn.Module, drops: np.ndarray, *trainings: Training, among: int = TRAIN) -> list[np.ndarray]:
+    rows, query = digits("regression")
+    rows = rows[0][:among], rows[1][:among]
+    return [
+        predicted(jostle.solve(model, rows, query, training=training, loss=LOSS), drops) for training in trainings
+    ]
+
+
+def clipped() -> Case:
+    drops, rate, steps = drops_of(3, 12), 2e-3, 300
+    model, real, found = real_effects(
+        at_rest(LOSS, digits("regression")[0], 0.1), drops, batches_of(steps, 10),
+        lambda named: torch.optim.SGD(named.values(), lr=rate, momentum=0.9), max_norm=0.3,
+    )  # fmt: skip
+    training = Training(optimizer="sgd", total_rate=rate * steps, momentum=0.9, clip_factor=found.clip_factor)
+    return real, *told(model, drops, training, dataclasses.replace(training, clip_factor=1.0))
+
+
+def decayed(kind: str) -> Case:
+    drops, steps, size = drops_of(3, 12), 300, 30
+    rate, eps, decay = (1e-3, 1e-2, 0.3) if kind == "adam" else (1e-3, 0.1, 2.0)
+    make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    model, real, found = real_effects(
+        at_rest(LOSS, digits("regression")[0], decay * (1.0 if kind == "adam" else eps)), drops,
+        batches_of(steps, size), lambda named: make(named.values(), lr=rate, eps=eps, weight_decay=decay),
+    )  # fmt: skip
+    training = Training(
+        optimizer=kind, total_rate=rate * steps, weight_decay=decay, eps=eps, batch_size=size,
+        second_moments=at(model, some(found.moments)),
+    )  # fmt: skip
+    # What has decay in it is refused beside what has none: so they are estimated for the other.
+    other = dataclasses.replace(training, optimizer="adamw" if kind == "adam" else "adam", second_moments=None)
+    return real, *told(model, drops, training, other)
+
+
+def grouped() -> Case:
+    drops, steps, rates = drops_of(3, 12), 200, [1e-5, 3e-4, 1e-5, 3e-3]
+    names = [f"parts.{number}" for number in range(PARTS)]
+
+    def make(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [named[name]], "lr": rate} for name, rate in zip(names, rates, strict=True)]
+        return torch.optim.SGD([*groups, {"params": [named["bias"]]}], lr=1e-4, momentum=0.9)
+
+    model, real, _ = real_effects(at_rest(LOSS, digits("regression")[0], 0.1), drops, batches_of(steps, 100), make)
+    groups = [
+        ParameterGroup(parameters=[name], total_rate=rate * steps) for name, rate in zip(names, rates, strict=True)
+    ]
+    training = Training(optimizer="sgd", total_rate=1e-4 * steps, momentum=0.9, groups=groups)
+    return real, *told(model, drops, training, dataclasses.replace(training, groups=[]))
+
+
+def seen_often() -> Case:
+    """Of every epoch's 450 examples, each of the last 75 is there three times."""
+    often = np.r_[np.ones(225), np.full(75, 3.0)]
+    drops, rate = drops_of(3, 12, among=75) + 225, 1e-3
+    epoch, random = torch.arange(TRAIN).repeat_interleave(torch.tensor(often, dtype=torch.long)), torch.Generator()
+    batches = torch.cat([epoch[torch.randperm(450, generator=random)] for _ in range(20)]).view(-1, 30)
+    model, real, _ = real_effects(
+        at_rest(LOSS, digits("regression")[0], 0.1), drops, batches,
+        lambda named: torch.optim.SGD(named.values(), lr=rate, momentum=0.9),
+    )  # fmt: skip
+    training = Training(optimizer="sgd", total_rate=rate * len(batches), momentum=0.9, times_seen=often / often.mean())
+    return real, *told(model, drops, training, dataclasses.replace(training, times_seen=None))
+
+
+def a_part_alone() -> Case:
+    drops, rate, steps = drops_of(3, 12, among=150), 1e-3, 300
+    model, real, _ = real_effects(
+        at_rest(LOSS, digits("regression")[0], 0.1), drops, batches_of(steps, 30),
+        lambda named: torch.optim.SGD(named.values(), lr=rate, momentum=0.9),
+    )  # fmt: skip
+    training = Training(optimizer="sgd", total_rate=rate * steps, momentum=0.9, total=TRAIN)
+    return real, *told(model, drops, training, dataclasses.replace(training, total=None), among=150)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [clipped, functools.partial(decayed, "adam"), functools.partial(decayed, "adamw"), grouped, seen_often, a_part_alone],
+    ids=["clipped", "coupled decay", "decoupled decay", "groups", "seen often", "a part alone"],
+)
+def test_how_it_was_trained_decides(case: Callable[[], Case]) -> None:
+    real, right, wrong = case()
+    found, without = np.median(slopes(real, right)), np.median(slopes(real, wrong))
+    print(f"{found:.3f} {without:.3f}")
+    assert abs(found - 1) < 0.15
+    assert abs(np.log(without)) > np.log(1.3)
