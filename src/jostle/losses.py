@@ -329,21 +329,25 @@ class LanguageHead:
             slopes = states.new_full((1, 1), self.scale)
         return logits.softmax(1).to(states.dtype), slopes
 
+    def beside(
+        self, moved: Float[Tensor, "vector word width"] | None
+    ) -> Float[Tensor, "vector word twice_width"] | None:
+        """Return W beside its change Ẇ, which `change` multiplies with both at once; None where W does not move."""
+        return None if moved is None else torch.cat([self.linear.weight.expand_as(moved), moved], dim=2)
+
     def change(
         self,
         states: Float[Tensor, "position width"],
         moved: Float[Tensor, "vector position width"],
-        weight: Float[Tensor, "vector word width"] | None,
+        beside: Float[Tensor, "vector word twice_width"] | None,
         bias: Float[Tensor, "vector word"] | None,
         slopes: Float[Tensor, "position word"] | None,
     ) -> Float[Tensor, "vector position word"]:
         """Return how logits change where the states, and the head itself, change by so much."""
-        unembedding = self.linear.weight
-        if weight is None:
-            change = moved @ unembedding.T
+        if beside is None:
+            change = moved @ self.linear.weight.T
         else:  # W·ḣ + Ẇ·h as one product: what it gives is by far the largest tensor here
-            both = torch.cat([moved, states.expand(len(moved), -1, -1)], dim=2)
-            change = both @ torch.cat([unembedding.expand(len(moved), -1, -1), weight], dim=2).transpose(1, 2)
+            change = torch.cat([moved, states.expand(len(moved), -1, -1)], dim=2) @ beside.transpose(1, 2)
         if bias is not None:
             change = change + bias[:, None]
         return change if slopes is None else change * slopes

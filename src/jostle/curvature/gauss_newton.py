@@ -401,7 +401,7 @@ class _LanguageModel(_View):
         counts = (mask * (shares[:, None] / mask.sum(1, keepdim=True)))[:, 1:].flatten()
         weight, bias = self._of_head(vectors)
         flat, flat_moved = states.flatten(0, 1), moved.flatten(1, 2)
-        curved = torch.zeros_like(flat_moved)
+        beside, curved = self._head.beside(weight), torch.zeros_like(flat_moved)
         of_weight = None if weight is None else torch.zeros(weight.shape, dtype=torch.float32, device=flat.device)
         of_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=flat.device)
         kept = counts.nonzero()[:, 0]
@@ -410,7 +410,7 @@ class _LanguageModel(_View):
             where: Any = slice(int(places[0]), int(places[-1]) + 1) if every else places
             some = flat[where]
             change = self._compiled(
-                "curved", self._curved, some, flat_moved[:, where], weight, bias, counts[where].to(flat.dtype)
+                "curved", self._curved, some, flat_moved[:, where], beside, bias, counts[where].to(flat.dtype)
             )
             curved[:, where] = change @ self._head.linear.weight
             if of_weight is not None:
@@ -428,13 +428,13 @@ class _LanguageModel(_View):
         self,
         states: Float[Tensor, "position width"],
         moved: Float[Tensor, "vector position width"],
-        weight: Float[Tensor, "vector word width"] | None,
+        beside: Float[Tensor, "vector word twice_width"] | None,
         bias: Float[Tensor, "vector word"] | None,
         counts: Float[Tensor, " position"],
     ) -> Float[Tensor, "vector position word"]:
         """ω·sᵀ(diag p − ppᵀ)s·ż, for what the head gives that changes by ż, with s the slope of its logits."""
         chances, slopes = self._head.chances(states)
-        change = self._head.change(states, moved, weight, bias, slopes)
+        change = self._head.change(states, moved, beside, bias, slopes)
         mean = (change * chances).sum(2, keepdim=True, dtype=at_least_float32(change[:0]).dtype).to(change.dtype)
         change = (change - mean) * (chances * counts[:, None])
         return change if slopes is None else change * slopes
@@ -443,12 +443,13 @@ class _LanguageModel(_View):
         states, moved = self._moved(vectors, batch)
         moved = moved.flatten(1, 2)
         weight, bias = self._of_head(vectors)
+        beside = self._head.beside(weight)
         flat, targets = states.flatten(0, 1), self._head.targets(batch)[:, 1:].flatten()
         found = torch.empty(len(vectors), len(flat), dtype=at_least_float32(flat[:0]).dtype, device=flat.device)
         for places in torch.arange(len(flat), device=flat.device).split(self._chunk(len(vectors))):
             where = slice(int(places[0]), int(places[-1]) + 1)
             chances, slopes = self._head.chances(flat[where])
-            change = self._head.change(flat[where], moved[:, where], weight, bias, slopes)
+            change = self._head.change(flat[where], moved[:, where], beside, bias, slopes)
             own = change.gather(2, targets[where].expand(len(vectors), -1)[:, :, None])[:, :, 0]
             found[:, where] = torch.einsum("kpv,pv->kp", change, chances).to(found.dtype) - own
         return F.pad(found.view(len(vectors), len(states), -1), (1, 0))

@@ -157,7 +157,8 @@ def require_similar_moments(rows: Sequence[MomentComparison]) -> None:
         "second_moments",
         got=f"roots {whole.ratio:.3g} times as large as those that the gradients at the checkpoint have, with a rank "
         f"correlation of {whole.rank_correlation:.2f} ({middle:.2f} within tensors)",
-        expected=f"a ratio of 1/{LARGEST_RATIO:g} to {LARGEST_LAG:g} and rank correlations of at least {LEAST_CORRELATION:g}",
+        expected=f"a ratio of 1/{LARGEST_RATIO:g} to {LARGEST_LAG:g}, and rank correlations of at least "
+        f"{LEAST_CORRELATION:g}",
         fix="check that the optimizer, batch_size and clipping are this model's, or leave second_moments out "
         "(dataclasses.replace(training, second_moments=None))",
     )
