@@ -33,6 +33,7 @@ from jostle.attributors import ekfac, gradient_similarity
 from jostle.curvature.response import Filter
 from jostle.evaluate import Measure, Measured, retrain
 from jostle.evaluate.metrics import lds_of, slopes_of
+from jostle.training.description import built_up
 
 HERE = Path(__file__).parent
 BANKS = HERE / "banks"
@@ -137,10 +138,11 @@ def solve_by(filter: Filter) -> Method:
     """The closed form, as the training was."""
 
     def method(of: Trained, train: Any, query: Any) -> Float[np.ndarray, "train query"]:
-        about = of.about
+        about, sgd = of.about, of.about.optimizer == "sgd"
         training = jostle.Training(
             optimizer=about.optimizer, total_rate=about.steps * about.rate, weight_decay=about.weight_decay,
-            momentum=about.momentum if about.optimizer == "sgd" else 0.0, batch_size=about.batch_size,
+            batch_size=about.batch_size, momentum=about.momentum if sgd else 0.0,
+            momentum_factor=built_up([about.rate] * about.steps, about.momentum) if sgd else 1.0,
             second_moments=of.second_moments, count_alike="sequences",
         )  # fmt: skip
         return jostle.solve(of.model, train, query, training=training, loss=about.loss, filter=filter).effects

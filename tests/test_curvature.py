@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 import jostle
 from jostle.curvature import compiled, gauss_newton, jacobians
@@ -637,11 +638,11 @@ def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             return graph
 
         monkeypatch.setattr(torch, "compile", compile_)
-        leaves = compiled.pytree.tree_leaves(inputs)
+        leaves = pytree.tree_leaves(inputs)
         run: Any = self._compile(name, function, inputs, leaves)
         assert run is kept["graph"]
         again = run(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        for one, other in zip(compiled.pytree.tree_leaves(again), compiled.pytree.tree_leaves(found), strict=True):
+        for one, other in zip(pytree.tree_leaves(again), pytree.tree_leaves(found), strict=True):
             assert (one - other).norm() <= 1e-12 * other.norm()
         graphs.setdefault(name, []).append(run)
         return again

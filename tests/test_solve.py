@@ -16,8 +16,9 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 import jostle
 from jostle import Training, losses
-from jostle.curvature import response
-from jostle.errors import InputError
+from jostle.curvature import gauss_newton, response
+from jostle.errors import EstimateWarning, InputError
+from jostle.runs import solving
 from jostle.training import ParameterGroup
 from test_curvature import language_model, sequences
 
@@ -359,9 +360,7 @@ Case = tuple[np.ndarray, np.ndarray, np.ndarray]
 def told(model: nn.Module, drops: np.ndarray, *trainings: Training, among: int = TRAIN) -> list[np.ndarray]:
     rows, query = digits("regression")
     rows = rows[0][:among], rows[1][:among]
-    return [
-        predicted(jostle.solve(model, rows, query, training=training, loss=LOSS), drops) for training in trainings
-    ]
+    return [predicted(jostle.solve(model, rows, query, training=training, loss=LOSS), drops) for training in trainings]
 
 
 def clipped() -> Case:
@@ -433,7 +432,14 @@ def a_part_alone() -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [clipped, functools.partial(decayed, "adam"), functools.partial(decayed, "adamw"), grouped, seen_often, a_part_alone],
+    [
+        clipped,
+        functools.partial(decayed, "adam"),
+        functools.partial(decayed, "adamw"),
+        grouped,
+        seen_often,
+        a_part_alone,
+    ],
     ids=["clipped", "coupled decay", "decoupled decay", "groups", "seen often", "a part alone"],
 )
 def test_how_it_was_trained_decides(case: Callable[[], Case]) -> None:
@@ -562,7 +568,7 @@ def test_conjugate_gradients_are_the_dense_form(name: str, filter: Any, monkeypa
     model, loss, (rows, query) = Linear(), LOSSES[name], digits(name)
     training, _ = by_weight(loss, rows)
     training = dataclasses.replace(training, total_rate=10.0, weight_decay=0.02)
-    moments = torch.cat([value.flatten() for value in some_of(training).values()])
+    moments = torch.cat([value.flatten() for value in moments_of(training).values()])
     assert (moments == 0).any()  # pixels that are always 0
     reach = torch.where(moments > 0, 10.0 / (moments.sqrt() + 1e-3), 0.0)
     hold = 0.02 * (moments.sqrt() + 1e-3)
@@ -589,7 +595,7 @@ def test_conjugate_gradients_are_the_dense_form(name: str, filter: Any, monkeypa
     for iterations in (2, 3, 4, 6, 8, 12):
         found = answered(iterations=iterations)
         actual = np.sqrt(((found.effects - truth) ** 2).mean(0))
-        shares.append(np.stack([actual / spreads, found.errors / spreads])[:, asked])
+        shares.append(np.stack([actual, found.errors])[:, asked] / spreads[asked])
         if found.solved.all():
             break
     actual, estimated = np.concatenate(shares, axis=1)
@@ -617,6 +623,102 @@ def test_gradients_of_0_and_weights_that_never_moved_in_single_precision(monkeyp
     assert off(found[1], found[0]).max() < 0.05
 
 
-def some_of(training: Training) -> dict[str, Tensor]:
+def moments_of(training: Training) -> dict[str, Tensor]:
     assert training.second_moments is not None
     return dict(training.second_moments)
+
+
+# --- what changes nothing, and what is refused ---
+
+
+def test_blocks_order_and_seeds_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (rows, query) = Linear(), digits("classification")
+    training = Training(optimizer="sgd", total_rate=3.0, weight_decay=0.01)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    order = np.random.default_rng(1).permutation(QUERIES)
+
+    def answered(**settings: Any) -> np.ndarray:
+        solution = jostle.solve(model, rows, query, training=training, **settings)
+        assert solution.solved.all()
+        return solution.effects
+
+    for dense in (2048, 0):
+        monkeypatch.setattr(response, "DENSE", {"cpu": dense})
+        plain = answered()
+        tolerance = 1e-6 if dense else 0.05
+        turned = jostle.solve(model, rows, (query[0][order], query[1][order]), training=training).effects
+        assert off(turned, plain[:, order]).max() < tolerance
+        assert off(answered(seed=1), plain).max() < tolerance
+        with monkeypatch.context() as small:
+            small.setattr(gauss_newton, "PASS_TOKENS", {"cpu": 7})
+            small.setattr(gauss_newton, "BLOCK", {"cpu": 3})
+            small.setattr(solving, "free_memory", lambda device: 6 * 2 * solving.VECTORS * 8 * len(flat_of(model)))
+            assert off(answered(), plain).max() < tolerance  # queries six at a time
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(value.grad is None and value.requires_grad for value in model.parameters())
+
+
+def test_some_examples_stand_for_all() -> None:
+    model, (rows, query) = Linear(), digits("classification")
+    training = Training(optimizer="sgd", total_rate=3.0, weight_decay=0.01)
+    whole, part, all_of_them = (
+        jostle.solve(model, rows, query, training=training, curvature_examples=count) for count in (None, 150, TRAIN)
+    )
+    np.testing.assert_array_equal(all_of_them.effects, whole.effects)
+    assert 0.001 < np.median(off(part.effects, whole.effects)) < 0.1
+    assert part.provenance["curvature_examples"] == 150
+
+
+def test_what_is_not_solved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response, "DENSE", {"cpu": 0})
+    model, (rows, query) = Linear(), digits("classification")
+    training = Training(optimizer="sgd", total_rate=1e4)
+    with pytest.warns(
+        EstimateWarning, match=r"20 of 20 queries are not solved: 0 \(error .*% of the spread\), 1 .*raise"
+    ):
+        solution = jostle.solve(model, rows, query, training=training, iterations=2, filter="minimum")
+    assert not solution.solved.any()
+    assert (solution.errors > 0.05 * solution.spreads).all()
+    assert (solution.residuals > 1e-3).all()
+    assert "20 queries not solved" in repr(solution)
+
+
+def test_effects_of_removing() -> None:
+    model, (rows, query) = Linear(), digits("classification")
+    solution = jostle.solve(model, rows, query, training=Training(optimizer="sgd", total_rate=3.0))
+    rise, error = solution.effect_of_removing([3, 7, 3])
+    np.testing.assert_allclose(rise, solution.effects[[3, 7]].sum(0))
+    assert rise.shape == error.shape == (QUERIES,)
+    np.testing.assert_allclose(solution.effect_of_removing([3, 7], 5)[0], rise[5:6])
+    # Lists take what helps for negative.
+    np.testing.assert_array_equal(solution.scores.values, -solution.effects)
+    for bad, message in (([TRAIN], "indices from 0 to 299"), ([-1], "indices from 0 to 299")):
+        with pytest.raises(InputError, match=message):
+            solution.effect_of_removing(bad)
+    with pytest.raises(InputError, match="an index from 0 to 19"):
+        solution.effect_of_removing([0], QUERIES)
+
+
+def weighs_weights(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + (model.bias - 1).square().sum()
+
+
+def test_what_is_refused() -> None:
+    model, (rows, query) = Linear(), digits("classification")
+    sgd = Training(optimizer="sgd", total_rate=1.0)
+
+    def refused(message: str, training: Training = sgd, **settings: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            jostle.solve(model, rows, query, training=training, **settings)
+
+    others = [ParameterGroup(parameters=["parts.4"], total_rate=1.0)]
+    refused("a parameter 'parts.4', which the model has not", Training(optimizer="sgd", groups=others))
+    refused("reads weights past the model's outputs", loss=weighs_weights)
+    refused("a positive number of examples", curvature_examples=0)
+    few = [ParameterGroup(parameters=["parts.0"], total_rate=1.0)]
+    refused("parameters that training never moved", Training(optimizer="sgd", groups=few), weights="all")
+    right, _ = by_weight(LOSSES["classification"], rows)
+    wrong = {name: value.flip(-1) for name, value in moments_of(right).items()}
+    refused("second_moments: got roots", dataclasses.replace(right, second_moments=wrong))

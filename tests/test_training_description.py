@@ -110,6 +110,31 @@ def test_the_end_of_a_training_moves_by_its_reach(name: str, clipped: bool) -> N
         training.diagonals(MovingWeights(model, "*"))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"momentum": 0.9}, {"momentum": 0.8, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.0}],
+)
+def test_momentum_builds_up(settings: dict[str, Any]) -> None:
+    """In a short training without a warm-up, steps have not got their momentum yet."""
+    ends = []
+    for pull in (1.0, 2.0):
+        model = flat_model()
+        weight = model.get_parameter("one")
+        start = weight.detach().clone()
+        optimizer = torch.optim.SGD([weight], lr=0.1, **settings)
+        rates = [0.1, 0.05, 0.1, 0.02, 0.1, 0.1]
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            weight.grad = torch.full_like(weight, pull)
+            optimizer.step()
+        ends.append((start - weight.detach())[0])
+        training = Training.from_optimizer(optimizer, model, rates=rates)
+    reach = training.diagonals(MovingWeights(model, ["one"])).reach[0]
+    assert float(ends[1] - ends[0]) == pytest.approx(float(reach), rel=1e-9)
+    if settings["momentum"]:
+        assert training.momentum_factor < 0.9
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_second_moments_are_those_that_the_last_step_divided_by(amsgrad: bool) -> None:
     model, random = flat_model(), torch.Generator().manual_seed(0)

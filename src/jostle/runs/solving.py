@@ -212,7 +212,10 @@ def solve(
     )  # fmt: skip
     if not solved.all():
         few = np.flatnonzero(~solved)[:5]
-        named = ", ".join(f"{j} (error {errors[j] / max(spreads[j], 1e-300):.0%} of the spread)" for j in few)
+        named = ", ".join(
+            f"{j} (error {errors[j] / max(spreads[j], 1e-300):.0%} of the spread, residual {residuals[j]:.2g})"
+            for j in few
+        ) + (", ..." if (~solved).sum() > len(few) else "")
         warn(f"{(~solved).sum()} of {len(solved)} queries are not solved: {named}; raise iterations", EstimateWarning)
     return solution
 

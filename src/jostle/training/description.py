@@ -65,13 +65,14 @@ class Training:
     A step moves weights against the gradient of the mean loss, clipped by a factor c, in the optimizer's metric M. With
     τ = Σ rates, a weight decay λ and second moments v̂:
 
-        SGD     reach = c·τ·(1 − dampening)/(1 − momentum),   hold = λ/c
+        SGD     reach = c·τ·m·(1 − dampening)/(1 − momentum),   hold = λ/c
         Adam    reach = c·τ/(√v̂ + ε),                         hold = λ/c
         AdamW   reach = c·τ/(√v̂ + ε),                         hold = λ·(√v̂ + ε)/c
 
     Gradients are clipped before an optimizer adds its decay, and v̂ is of clipped gradients: hence c, which turns both
-    into units of the mean loss. Without momentum, dampening does nothing, as in PyTorch; Nesterov's momentum has the
-    same sum. A weight whose v̂ is 0 never had a gradient, and has reach 0.
+    into units of the mean loss. Momentum builds up from nothing: m is how much of it there was on average, which is 1
+    but for short trainings (Adam corrects for that by itself). Without momentum, dampening does nothing, as in PyTorch;
+    Nesterov's momentum has the same sum. A weight whose v̂ is 0 never had a gradient, and has reach 0.
 
     Args:
         optimizer: ``"sgd"``, ``"adam"`` (decay is added to the gradient) or ``"adamw"`` (decay is decoupled).
@@ -80,6 +81,7 @@ class Training:
         weight_decay: of the same.
         groups: parameters with a rate or decay of their own.
         momentum: of SGD.
+        momentum_factor: m (`built_up` finds it from the rates, as `from_optimizer` does).
         dampening: of SGD.
         nesterov: of SGD.
         eps: ε, of Adam and AdamW.
@@ -101,6 +103,7 @@ class Training:
     weight_decay: float = 0.0
     groups: Sequence[ParameterGroup] = ()
     momentum: float = 0.0
+    momentum_factor: float = 1.0
     dampening: float = 0.0
     nesterov: bool = False
     eps: float = 1e-8
@@ -121,7 +124,7 @@ class Training:
             _require_rate(self.total_rate)
         elif not self.groups:
             raise InputError("total_rate", got="None", expected="the sum of the learning rates of all steps")
-        for name in ("weight_decay", "momentum", "dampening", "eps", "clip_factor"):
+        for name in ("weight_decay", "momentum", "momentum_factor", "dampening", "eps", "clip_factor"):
             _require_number(name, getattr(self, name))
         self._require_factors()
         self._require_separate_groups()
@@ -206,6 +209,9 @@ class Training:
             spread_rates(sums, numbers.rates, "total_rate" if rates is None else "rates"),
             batch_size=batch_size,
             clip_factor=clip_factor,
+            momentum_factor=1.0
+            if rates is None
+            else built_up(rates, numbers.momentum, dampening=numbers.dampening, nesterov=numbers.nesterov),
             count_alike=count_alike,
             total=total,
             times_seen=times_seen,
@@ -318,7 +324,9 @@ class Training:
         """
         rate, decay = self.rates_and_decay(moving)
         if self.optimizer == "sgd":
-            slowed = (1 - self.dampening) / (1 - self.momentum) if self.momentum else 1.0
+            slowed = 1.0
+            if self.momentum:
+                slowed = self.momentum_factor * (1 - self.dampening) / (1 - self.momentum)
             return Diagonals(self.clip_factor * slowed * rate, decay / self.clip_factor)
         moments = self._checked_moments(moving, second_moments)
         inverse_metric = (moments.sqrt() + self.eps) / self.clip_factor
@@ -406,7 +414,10 @@ class Training:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data; of tensors and arrays, what they are of."""
-        names = ("optimizer", "total_rate", "weight_decay", "momentum", "dampening", "nesterov", "eps", "clip_factor")
+        names = (
+            "optimizer", "total_rate", "weight_decay", "momentum", "momentum_factor", "dampening", "nesterov", "eps",
+            "clip_factor",
+        )  # fmt: skip
         plain = {name: getattr(self, name) for name in (*names, "batch_size", "count_alike", "total")}
         plain["groups"] = [
             {"parameters": list(group.parameters), "total_rate": group.total_rate, "weight_decay": group.weight_decay}
@@ -445,6 +456,27 @@ class Training:
         return " ".join(parts)
 
     __repr__ = __str__
+
+
+def built_up(rates: ArrayLike, momentum: float, *, dampening: float = 0.0, nesterov: bool = False) -> float:
+    """Return m, how much of its momentum SGD had on average over its steps, weighted by their rates.
+
+    Of a gradient that never changes, step s = 1, 2, … takes 1 − momentumˢ⁻¹·(1 − (1 − momentum)/(1 − dampening)) of
+    what steps take in the end: the first one is not dampened. Nesterov's is one step ahead.
+
+    Args:
+        rates: of each step; a row for each, where groups differ.
+        momentum: of SGD.
+        dampening: of SGD.
+        nesterov: of SGD.
+    """
+    by_step = np.asarray(rates, dtype=np.float64)
+    by_step = by_step.reshape(len(by_step), -1).sum(1)
+    if not momentum:
+        return 1.0
+    before = np.arange(len(by_step)) + nesterov
+    missing = 1 - (1 - momentum) / (1 - dampening)
+    return float(np.average(1 - momentum**before * missing, weights=by_step))
 
 
 def _require_rate(rate: float) -> None:
