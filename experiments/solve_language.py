@@ -36,7 +36,7 @@ from jostle.curvature.conjugate_gradients import Iterate, solve
 from jostle.curvature.gauss_newton import GaussNewton
 from jostle.curvature.labels import loss_counts, relabelled
 from jostle.curvature.per_example import PerExample
-from jostle.curvature.preconditioners import KroneckerPreconditioner, SketchPreconditioner
+from jostle.curvature.preconditioners import KroneckerPreconditioner
 from jostle.data.datasets import Data
 from jostle.evaluate.metrics import lds_of, slopes_of
 from jostle.models.functional import eval_mode, sample_means
@@ -296,7 +296,7 @@ class Settings:
         parts = [self.preconditioner, "TF32" if self.tf32 and self.dtype is None else kind, f"share {self.share:g}"]
         parts += [] if self.weights == "all" else ["linear layers"]
         parts += [] if self.damping is None else [f"damping {self.damping:g}"]
-        parts += [f"{self.labels} labels"] if self.preconditioner in ("kronecker", "sketch") else []
+        parts += [f"{self.labels} labels"] if self.preconditioner == "kronecker" else []
         return ", ".join(parts)
 
 
@@ -340,10 +340,7 @@ def solved(trial: Trial, settings: Settings, gradients: dict[str, Any]) -> None:
                         here = counts[chosen.start : chosen.stop, None]
                         yield block * (here / (count * len(labelled))).sqrt()
 
-            if settings.preconditioner == "kronecker":
-                precondition = KroneckerPreconditioner(moving, rows)
-            else:
-                precondition = SketchPreconditioner(moving, rows, settings.labels * count)
+            precondition = KroneckerPreconditioner(moving, rows)
     ready = clock()
     chosen = None
     if settings.share < 1:
@@ -390,17 +387,15 @@ def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
         "half-share": [Settings(preconditioner="kronecker", dtype=torch.bfloat16, share=0.5)],
         "none-quarter": [Settings(**quarter)],
         "kronecker-quarter": [Settings(preconditioner="kronecker", **quarter)],
-        "sketch-quarter": [Settings(preconditioner="sketch", **quarter)],
         "kronecker": [Settings(preconditioner="kronecker", **half)],
-        "sketch": [Settings(preconditioner="sketch", **half)],
-        "tf32": [Settings(preconditioner="sketch", at=(6, 12))],
+        "tf32": [Settings(preconditioner="kronecker", at=(6, 12))],
         "eighth": [Settings(preconditioner="kronecker", dtype=torch.bfloat16, share=0.125)],
         "linear": [Settings(preconditioner="kronecker", weights=linear, **half)],
         "isotropic": [
             Settings(preconditioner="kronecker", weights=linear, damping=damping, at=(3, 12, 25), **quarter)
             for damping in (1e-1, 1e-2, 1e-3)
         ],
-        "tiny": [Settings(preconditioner=kind, at=(1, 3), labels=1) for kind in ("none", "kronecker", "sketch")],
+        "tiny": [Settings(preconditioner=kind, at=(1, 3), labels=1) for kind in ("none", "kronecker")],
     }
     started = time.perf_counter()
     for which in arguments.methods:
@@ -441,7 +436,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=["wikipedia"])
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--methods", nargs="+", default=["none", "kronecker", "sketch", "ekfac"])
+    parser.add_argument("--methods", nargs="+", default=["ekfac", "kronecker", "none"])
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

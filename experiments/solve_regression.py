@@ -10,12 +10,14 @@ and denominators), and 24 in which these weigh a tenth less, whose effects are o
 The length of a training is hτ: the largest curvature in the metric of training, i.e. the largest eigenvalue of
 reach^½·H·reach^½ with the Gauss–Newton matrix H at its end. Beside `jostle.solve` with both filters, an example's
 gradient at the end is replaced by what it was along the way (which a checkpoint does not tell): by its mean, and by
-each of them, damped by what was left of the training.
+each of them, damped by what was left of the training. AdamW is also run with the second moments of the whole training
+in all of them: the theory takes these as given, though they are of gradients, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -65,22 +67,25 @@ class Setting:
     """A loss, an optimizer, and how long it trains.
 
     Attributes:
-        curvature: by which rates of gradient descent are chosen, the largest at the start.
+        shared: all trainings divide by the second moments of the whole one, as the theory has it.
     """
 
     loss: str
     optimizer: str
     decay: float
+    shared: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.loss}, {self.optimizer}, {'decay' if self.decay else 'no decay'}"
+        kind = f"{self.optimizer} with shared moments" if self.shared else self.optimizer
+        return f"{self.loss}, {kind}, {'decay' if self.decay else 'no decay'}"
 
     @property
     def courses(self) -> list[Course]:
         if self.optimizer == "adamw":
             return [Course(1e-6, (300, 1000)), Course(1e-5, (300, 1000)), Course(1e-4, (300, 1000, 3000)),
                     Course(1e-3, (1000, 3000))]  # fmt: skip
+        # The largest at the start, about.
         curvature = 14.0 if self.loss == "linear" else 1.4
         found = [(3e-4, (333, 1000)), (3e-3, (333, 1000)), (3e-2, (333, 1000)), (0.5, (200, 600, 2000))]
         return [Course(0.1 * share / curvature, steps) for share, steps in found]
@@ -92,6 +97,7 @@ SETTINGS = [
     for optimizer, decay in zip(("sgd", "adamw"), decays, strict=True)
     for decayed in (False, True)
 ]
+SHARED = [Setting(loss, "adamw", 0.0, shared=True) for loss in ("linear", "logistic")]
 LOSSES = {"linear": losses.regression(), "logistic": losses.classification()}
 
 
@@ -162,19 +168,26 @@ def train(setting: Setting, course: Course, rows: Rows, weights: Tensor) -> list
         return torch.cat([(slopes.flatten(1).T @ X).view(count, 640), slopes.sum(0)], dim=1)
 
     random, ends, seen = torch.Generator().manual_seed(0), [], []
-    left = torch.empty(0, dtype=torch.long)
+    left, mean, square = torch.empty(0, dtype=torch.long), torch.zeros(()), torch.zeros(())
     for step in range(1, max(course.steps) + 1):
         if len(left) < size:
             left = torch.randperm(TRAIN, generator=random)
         seen.append(flats[-1].detach().clone())
         flats.grad = slopes(flats.detach(), left[:size])
         left = left[size:]
-        optimizer.step()
+        if setting.shared:
+            slope = flats.grad
+            mean = 0.9 * mean + 0.1 * slope
+            square = 0.999 * square + 0.001 * slope[-1].square()
+            flats.data -= course.rate * mean / (1 - 0.9**step) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+        else:
+            optimizer.step()
         if step in course.steps:
             places = np.unique(np.linspace(0, step - 1, ALONG).astype(int))
             moments = None
             if setting.optimizer == "adamw":
-                moments = optimizer.state[flats]["exp_avg_sq"][-1] / (1 - 0.999**step)
+                moments = square if setting.shared else optimizer.state[flats]["exp_avg_sq"][-1]
+                moments = moments / (1 - 0.999**step)
             way = [(place / step, seen[place]) for place in places]
             ends.append(End(course, step, flats.detach().clone(), way, moments))
     return ends
@@ -260,11 +273,13 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
                     "slope": slope.to_dict(), "lds": rank.to_dict(), "slope_of_a_tenth": first.to_dict()
                 }  # fmt: skip
             measured.append(row)
-            found = "   ".join(f"{one['slope']['value']:.2f} ({one['slope_of_a_tenth']['value']:.2f}) {one['lds']['value']:.2f}"
-                               for one in row["methods"].values())  # fmt: skip
+            columns = [[one[key]["value"] for key in MEASURES] for one in row["methods"].values()]
+            found = "   ".join("{:.2f} ({:.2f}) {:.2f}".format(*numbers) for numbers in columns)
             print(f"{setting.name:28} hτ {length:8.2f} wd·τ {forgotten:6.2f}   {found}", flush=True)
     return measured
 
+
+MEASURES = ("slope", "slope_of_a_tenth", "lds")
 
 LOOKS = {
     "descent": {"color": "tab:blue", "marker": "o"},
@@ -272,6 +287,7 @@ LOOKS = {
     MEAN: {"color": "0.6", "marker": ".", "linestyle": ":"},
     DAMPED: {"color": "0.2", "marker": ".", "linestyle": "--"},
 }
+SHARED_MOMENTS = "descent, of trainings that share second moments"
 TITLES = {
     "linear": "linear regression",
     "logistic": "logistic regression",
@@ -287,9 +303,14 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     pairs = list(dict.fromkeys((one.loss, one.optimizer) for one in SETTINGS))
     figure = Figure(figsize=(4.2 * len(pairs), 7), layout="constrained")
     panels = figure.subplots(2, len(pairs), sharex=True, sharey=True)
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, *SHARED):
         panel = panels[int(setting.decay > 0), pairs.index((setting.loss, setting.optimizer))]
         rows = sorted(record["measured"][setting.name], key=lambda row: row["length"])
+        if setting.shared:
+            slopes = [row["methods"]["descent"]["slope"]["value"] for row in rows]
+            lengths = [row["length"] for row in rows]
+            panel.plot(lengths, slopes, "^-.", color="tab:purple", markersize=4, linewidth=1.2, label=SHARED_MOMENTS)
+            continue
         for name, look in LOOKS.items():
             slopes = [row["methods"][name]["slope"] for row in rows]
             panel.errorbar(
@@ -311,7 +332,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
         panel.set_xlabel("hτ (largest curvature)")
     for panel in panels[:, 0]:
         panel.set_ylabel("slope of real on predicted, 95 %")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(*panels[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -319,18 +340,21 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=HERE / "records" / "solve_regression.json")
-    parser.add_argument("--only", nargs="+", default=[setting.name for setting in SETTINGS])
+    everything = {setting.name: setting for setting in (*SETTINGS, *SHARED)}
+    parser.add_argument("--only", nargs="+", choices=everything, help="beside what the record has of others")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     started = time.perf_counter()
-    measured = {setting.name: measure(setting) for setting in SETTINGS if setting.name in given.only}
+    before = json.loads(given.record.read_text()) if given.only and given.record.exists() else {}
+    measured = before.get("measured", {}) | {name: measure(everything[name]) for name in given.only or everything}
     record = {
-        "train": TRAIN, "queries": QUERIES, "drops": DROPS, "left_out": LEFT_OUT, "batch": {"sgd": TRAIN, "adamw": BATCH},
-        "lowered": LOWERED, "length": "largest eigenvalue of reach^½·H·reach^½, H at the end of training",
-        "seconds": time.perf_counter() - started, "measured": measured,
+        "train": TRAIN, "queries": QUERIES, "drops": DROPS, "left_out": LEFT_OUT, "lowered": LOWERED,
+        "batch": {"sgd": TRAIN, "adamw": BATCH},
+        "length": "largest eigenvalue of reach^½·H·reach^½, H at the end of training",
+        "seconds": before.get("seconds", 0.0) + time.perf_counter() - started, "measured": measured,
     }  # fmt: skip
     write_record(given.record, record)
-    if len(measured) == len(SETTINGS):
+    if len(measured) == len(everything):
         draw(given.record.with_suffix(".png"), record)
 
 

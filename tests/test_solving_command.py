@@ -74,10 +74,12 @@ def test_a_checkpoint_of_the_trainer_is_all_it_takes(place: Path, tmp_path: Path
     )
     found = jostle.Scores.load(file)
     np.testing.assert_allclose(-found.values, expected.effects, rtol=1e-3, atol=1e-6 * np.abs(expected.effects).max())
-    assert found.provenance["not solved"] == []
+    assert found.provenance["unsolved"] == []
     # What is listed helps if leaving it out raises the loss, in the order of the effects.
     best = int(expected.effects[:, 1].argmax())
     assert TRAIN[best].split()[-1] in result.stdout
+    assert "left out, the query's loss would rise by 0.1 nats" in result.stdout
+    assert found.provenance["errors"] == pytest.approx(expected.errors.tolist())
     assert jostle_command("top", file, "-q", 1, "--texts", place / "train.jsonl").exit_code == 0
 
 
@@ -101,7 +103,7 @@ def test_what_is_not_solved_is_said(place: Path, tmp_path: Path) -> None:
     result = jostle_command("solve", file, *sources(place), *NUMBERS, "--iterations", 1, "-k", 0)
     assert result.exit_code == 3
     assert "2 of 2 queries are not solved: 0 (error" in " ".join(result.stderr.split())
-    assert jostle.Scores.load(file).provenance["not solved"] == [0, 1]
+    assert jostle.Scores.load(file).provenance["unsolved"] == [0, 1]
 
 
 @pytest.mark.parametrize(

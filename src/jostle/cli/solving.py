@@ -149,15 +149,15 @@ def solve(
     if solution.moments:
         say(_told(solution.moments))
     about = {**solution.provenance, "model": str(request.get("model", request.get("task")))}
-    about["not solved"] = [int(index) for index in (~solution.solved).nonzero()[0]]
     if "train" in request:  # by which they are known again: jostle top FILE --texts
         about["texts"] = fingerprint(read_records(request["train"], name="train"))
     scores = solution.scores_with(about)
     scores.save(file)
     if k:
         train, query = (task.examples.get(name, []) for name in ("train", "query"))
-        print_ranking(Console(highlight=False), scores.top(show, k), train, query, among=len(scores.values))
-    typer.echo(f"{file}: {' × '.join(map(str, scores.values.shape))} effects in nats; jostle top {file} -q 0")
+        print_ranking(Console(highlight=False), scores.top(show, k), train, query)
+        typer.echo(f"the solver's own error is {solution.errors[show]:.1g} nats")
+    typer.echo(f"{file}: {' × '.join(map(str, scores.values.shape))} effects in nats; jostle top {file} -q {show}")
     if not solution.solved.all():
         raise typer.Exit(ExitCode.CHAIN_FAILED)
 

@@ -1,6 +1,6 @@
-"""Cheap inverses of I + H̃, from gradients of labels that the model itself would give.
+"""A cheap inverse of I + H̃, from gradients of labels that the model itself would give.
 
-H̃ = SHS is the Gauss–Newton matrix in coordinates in which the posterior's own precision is I (S = D^(−1/2)). Each is
+H̃ = SHS is the Gauss–Newton matrix in coordinates in which the posterior's own precision is I (S = D^(−1/2)). It is
 symmetric and positive definite, applied to rows, and made from rows g̃ᵢ with Σ g̃ᵢg̃ᵢᵀ ≈ H̃.
 """
 
@@ -64,37 +64,6 @@ class KroneckerPreconditioner:
             if right is not None:
                 tensor = tensor @ (right.T if back else right)
             yield tensor
-
-
-class SketchPreconditioner:
-    """(I + G̃ᵀG̃)⁻¹ = I − G̃ᵀ(I + G̃G̃ᵀ)⁻¹G̃, with the rows of G̃ kept in half precision where that is quick.
-
-    Reference: Woodbury, *Inverting modified matrices*, 1950.
-    """
-
-    def __init__(self, moving: MovingWeights, rows: Rows, count: int) -> None:
-        device = moving.center.device
-        kind = torch.bfloat16 if device.type == "cuda" else moving.dtype
-        self._rows = torch.empty(count, moving.total, dtype=kind, device=device)
-        place = 0
-        for block in rows():
-            self._rows[place : place + len(block)] = block
-            place += len(block)
-        products = self._across(self._rows)
-        products.diagonal().add_(1)
-        self._root = torch.linalg.cholesky(products.double()).to(torch.float32 if kind == torch.bfloat16 else kind)
-
-    def __call__(self, vectors: Float[Tensor, "vector weight"]) -> Float[Tensor, "vector weight"]:
-        """Apply it."""
-        inner = torch.cholesky_solve(self._across(vectors).T, self._root)
-        return vectors - (inner.T.to(self._rows.dtype) @ self._rows).to(vectors.dtype)
-
-    def _across(self, vectors: Tensor) -> Float[Tensor, "vector row"]:
-        """Products of vectors with the rows, summed in single precision or wider."""
-        narrow = vectors.to(self._rows.dtype)
-        if self._rows.dtype == torch.bfloat16:
-            return torch.mm(narrow, self._rows.T, out_dtype=torch.float32)
-        return narrow @ self._rows.T
 
 
 def _basis(products: Float[Tensor, "side side"]) -> Float[Tensor, "side side"]:

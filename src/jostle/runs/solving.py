@@ -97,8 +97,11 @@ class Solution:
             values=np.negative(self.effects),
             method="solve",
             scale=1.0,
-            standard_error=np.broadcast_to(self.errors.astype(np.float32), self.effects.shape),
-            provenance=provenance,
+            provenance={
+                **provenance,
+                "errors": self.errors.tolist(),
+                "unsolved": np.flatnonzero(~self.solved).tolist(),
+            },
         )
 
     def effect_of_removing(
