@@ -48,3 +48,15 @@ def test_the_example_without_draws_runs_as_it_stands() -> None:
     assert labels[names["scores"].top(query=0, k=1).helpful[0].index] == digit
     exec(alike, names)
     assert names["cosines"].values.shape == (400, 100)
+
+
+def test_the_examples_of_training_and_of_solving_run_one_after_another() -> None:
+    names: dict[str, Any] = {}
+    for page in ("training.md", "solve.md"):
+        exec(blocks(ROOT / "docs" / page, "python")[0], names)
+    solution = names["solution"]
+    assert solution.effects.shape == (256, 8)
+    assert solution.solved.all()
+    # Queries are the first training examples: each is what it would miss most.
+    assert (solution.effects.argmax(0) == range(8)).all()
+    assert names["rise"] == solution.effects[[3, 7, 20], 0].sum()
