@@ -2,6 +2,7 @@
 
     python -m experiments.solve_small banks --work DIR --data DIR [--only NAME ...] [--purpose choosing]
     python -m experiments.solve_small methods --data DIR --record FILE [--only NAME ...] [--purpose choosing]
+    python -m experiments.solve_small figure --record FILE
 
 Models are those of `experiments/small_models.py`. `banks` trains each once with all examples and once without each of
 100 random sets of 2 % of them (same seed, batches, order and denominators), and those for choosing also on 100 random
@@ -13,6 +14,7 @@ that with the banks. --data is a directory with `cifar-10-batches-bin/` and `wik
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -210,9 +212,42 @@ def compare(about: Model, train: Any, query: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """LDS and slope of each model: the closed form, EK-FAC as it ships, and at the best of its dampings."""
+    from matplotlib.figure import Figure
+
+    models = [name for name in MODELS if name in record["models"]]
+    figure = Figure(figsize=(9, 0.32 * len(models) + 1.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    shown = ("solve", "tab:blue", "o"), ("best", "tab:orange", "s"), (f"{EKFAC}, its own damping", "tab:orange", "x")
+    for (method, colour, marker), metric in itertools.product(shown, ("LDS", "slope")):
+        found = []
+        for name in models:
+            table = record["models"][name]["methods"]
+            tried = [one for one in table if one.startswith(EKFAC)]
+            chosen = max(tried, key=lambda one: table[one]["LDS"]["value"]) if method == "best" else method
+            found.append(table[chosen][metric])
+        label = f"{EKFAC}, the best of {len(DAMPINGS) + 1} dampings" if method == "best" else method
+        panels[int(metric == "slope")].errorbar(
+            [one["value"] for one in found], range(len(models)),
+            xerr=[1.96 * one["standard_error"] for one in found], fmt=marker, color=colour, label=label, capsize=2,
+        )  # fmt: skip
+    panels[0].set_yticks(range(len(models)), [f"{name} ({MODELS[name].purpose})" for name in models], fontsize=8)
+    panels[0].invert_yaxis()
+    panels[0].set_xlabel("LDS over drops, 95 %")
+    panels[1].axvspan(0.85, 1.2, color="tab:green", alpha=0.12)
+    panels[1].set_xscale("log")
+    panels[1].set_xlim(0.005, 20)
+    panels[1].set_xlabel("slope of real on predicted, 95 %")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["banks", "methods"])
+    parser.add_argument("what", choices=["banks", "methods", "figure"])
     parser.add_argument("--work", type=Path, help="of banks: they go on from what is there")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(MODELS))
@@ -223,6 +258,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "banks" and arguments.work is None:
         parser.error("banks needs --work")
+    if arguments.what == "figure":
+        draw(json.loads(arguments.record.read_text()), arguments.record.with_suffix(".png"))
+        return
     torch.set_num_threads(arguments.threads)
     names = arguments.only or [name for name, about in MODELS.items() if about.purpose == arguments.purpose]
     for name in names:
@@ -231,8 +269,9 @@ def main() -> None:
         if arguments.what == "banks":
             make_bank(about, train, query, arguments.work, arguments.minutes)
         else:
+            compared = compare(about, train, query)
             record = json.loads(arguments.record.read_text()) if arguments.record.exists() else {}
-            models = record.get("models", {}) | {name: compare(about, train, query)}
+            models = record.get("models", {}) | {name: compared}
             write_record(arguments.record, {"threads": arguments.threads, "bootstrap": BOOTSTRAP, "models": models})
 
 
