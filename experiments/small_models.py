@@ -211,7 +211,10 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CHARACTERS)
 
-    def forward(self, input_ids: Int[Tensor, "sequence token"]) -> Float[Tensor, "sequence token kind"]:
+    def forward(
+        self, input_ids: Int[Tensor, "sequence token"], attention_mask: Tensor | None = None
+    ) -> Float[Tensor, "sequence token kind"]:
+        """Return logits; all sequences are of one length, so that a mask has nothing to say."""
         places = self.places.weight[: input_ids.shape[1]]
         return self.head(self.norm(self.blocks(self.tokens(input_ids) + places)))
 
