@@ -694,10 +694,6 @@ def test_block_solves(dtype: torch.dtype, condition: float, tolerance: float, mo
     errors = (found.solutions.double() - truth)[kept].norm(dim=1) / truth[kept].norm(dim=1)
     assert errors.max() < condition * tolerance
     assert (found.solutions[6] == 0).all()
-    # They grow towards bᵀA⁻¹b.
-    energy = np.array(found.energy)
-    np.testing.assert_allclose(energy[-1], (right.double() * truth).sum(1).numpy(), rtol=condition * tolerance)
-    assert (np.diff(energy, axis=0) >= -10 * condition * tolerance * energy[-1]).all()
 
 
 def test_a_preconditioner_saves_iterations() -> None:

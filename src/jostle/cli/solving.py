@@ -64,8 +64,11 @@ def solve(
         ),
     ] = None,
     max_grad_norm: Annotated[
-        float, typer.Option(metavar="C", min=0, help="To which the Trainer clipped; 0: not.", rich_help_panel=_FROM)
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            metavar="C", min=0, help="To which the Trainer clipped; 0: not. Default: 1.", rich_help_panel=_FROM
+        ),
+    ] = None,
     optimizer: Annotated[
         Literal["sgd", "adam", "adamw"] | None,
         typer.Option(help="With which it was trained.", rich_help_panel=_NUMBERS),
@@ -102,7 +105,7 @@ def solve(
     curvature_examples: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="So many stand for all in the curvature. Default: all.")
     ] = None,
-    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="At most, for a query.")] = 60,
+    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="At most, for a query.")] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     show: Annotated[int, typer.Option(metavar="I", min=0, help="The query of which to list the strongest.")] = 0,
     k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=0, help="How many of each to list.")] = 5,
@@ -139,6 +142,9 @@ def solve(
         raise InputError("show", got=show, expected=f"an index below {queries}")
     place = checkpoint or _own_checkpoint(request.get("model"))
     alike = {"count_alike": count_alike, "total": total}
+    if optimizer is not None and (checkpoint, trained_on, max_grad_norm) != (None, None, None):
+        got = "--optimizer beside --checkpoint, --examples or --max-grad-norm"
+        raise InputError("training", got=got, expected="numbers, or files")
     training = _training(place, task.model, numbers, alike, trained_on, max_grad_norm)
     say(str(training))
     solution = jostle.solve(
@@ -173,7 +179,7 @@ def _training(
     numbers: dict[str, Any],
     alike: dict[str, Any],
     examples: int | None,
-    max_grad_norm: float,
+    max_grad_norm: float | None,
 ) -> Training:
     """From files, unless there are only numbers; of those that both have, the given ones."""
     from jostle.training import Training
@@ -191,7 +197,8 @@ def _training(
     strange = sorted(set(numbers) & {"weight_decay", "momentum"})
     if strange:
         raise InputError(strange[0], got="it beside a checkpoint, which knows it", expected="it with --optimizer")
-    return Training.from_checkpoint(place, model, examples=examples, max_grad_norm=max_grad_norm, **numbers, **alike)
+    clipped = 1.0 if max_grad_norm is None else max_grad_norm
+    return Training.from_checkpoint(place, model, examples=examples, max_grad_norm=clipped, **numbers, **alike)
 
 
 def _told(moments: list[MomentComparison]) -> str:

@@ -9,9 +9,8 @@ Reference: O'Leary, *The block conjugate gradient algorithm and related methods*
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -33,13 +32,11 @@ class Iterate:
         solutions: x, a row each.
         residuals: b − A·x, as the recursion has them.
         iterations: products with A so far.
-        energy: xᵀb of each, which grows towards bᵀA⁻¹b; one row for each iteration.
     """
 
     solutions: Float[Tensor, "system weight"]
     residuals: Float[Tensor, "system weight"]
     iterations: int = 0
-    energy: list[Float[np.ndarray, " system"]] = field(default_factory=list)
 
 
 def solve(
@@ -73,7 +70,6 @@ def solve(
         iterate.solutions += steps @ directions
         iterate.residuals -= steps @ image
         iterate.iterations += 1
-        iterate.energy.append(_row_products(iterate.solutions, right).cpu().numpy())
         if enough(iterate) or iterate.iterations == iterations:
             break
         moved = scales[:, None] * precondition(iterate.residuals)
@@ -93,10 +89,6 @@ def products_of(
     for start in range(0, left.shape[1], SLICE):
         total += left[:, start : start + SLICE] @ right[:, start : start + SLICE].T
     return total
-
-
-def _row_products(left: Tensor, right: Tensor) -> Float[Tensor, " row"]:
-    return torch.stack([torch.dot(a, b).double() for a, b in zip(left, right, strict=True)])
 
 
 def _lengths(rows: Tensor) -> Float[Tensor, " row"]:

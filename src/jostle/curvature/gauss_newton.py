@@ -40,7 +40,10 @@ from jostle.models.weights import MovingWeights, WeightSelection
 log = logging.getLogger("jostle")
 
 PASS_TOKENS = {"cuda": 16_384, "cpu": 2_048}
-"""Tokens, or examples without any, that go through the model at once: a GPU is idle between small computations."""
+"""Tokens that go through the model at once: a GPU is idle between small computations."""
+
+INPUTS = 64
+"""Numbers of an input (of an image, say) that are worked at as long as a token."""
 
 BLOCK = {"cuda": 8, "cpu": 16}
 """Vectors that go through the model together: enough to share its own forward pass."""
@@ -120,13 +123,31 @@ class GaussNewton:
         shares = self.shares if rows is None else self.shares / self.shares[chosen].sum() * self.shares.sum()
         total = torch.zeros_like(vectors)
         inner = vectors.to(self.moving.center.dtype)
-        for part in self._parts(chosen):
-            batch = self.data.batch(part)
-            each = torch.from_numpy(shares[part]).to(self.device)
-            for start in range(0, len(inner), self._block):
-                block = slice(start, start + self._block)
-                total[block] += self.view.products(inner[block], batch, each)
+        for part in self.parts(self.data, chosen):
+            self._add(total, inner, shares, part)
         return total
+
+    def _add(self, total: Tensor, inner: Tensor, shares: np.ndarray, part: np.ndarray) -> None:
+        """Add the products of some examples; in halves where they have no room."""
+        try:
+            batch, each = self.data.batch(part), torch.from_numpy(shares[part]).to(self.device)
+            found = [
+                self.view.products(inner[start : start + self._block], batch, each)
+                for start in range(0, len(inner), self._block)
+            ]
+        except torch.OutOfMemoryError:
+            if len(part) == 1:
+                raise
+            found = None
+        if found is not None:
+            total += torch.cat(found)
+            return
+        # Only here: an error that is being handled holds on to the memory of what failed.
+        self.model.free_memory()
+        self._pass_tokens = max(1, self._pass_tokens // 2)
+        log.info("products of %d examples at once have no room; going on with half", len(part))
+        for half in np.array_split(part, 2):
+            self._add(total, inner, shares, half)
 
     @torch.no_grad()
     def tangents(
@@ -141,9 +162,10 @@ class GaussNewton:
         ]
         return torch.cat(found), token_mask(self.loss, batch)
 
-    def parts(self, data: Data) -> Iterator[np.ndarray]:
-        """Give the examples of a data set, as many at once as go through the model together."""
-        yield from _parts_of(data, np.arange(len(data)), self._pass_tokens)
+    def parts(self, data: Data, chosen: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Give the examples of a data set, or those chosen, as many at once as go through the model together."""
+        chosen = np.arange(len(data)) if chosen is None else chosen
+        yield from _parts_of(data, chosen, self._pass_tokens)
 
     def dense(self, *, rows: Int[np.ndarray, " row"] | None = None) -> Float[Tensor, "weight weight"]:
         """Return the matrix itself, of small models alone; ``rows`` are as for products."""
@@ -157,15 +179,24 @@ class GaussNewton:
         assert self._view is not None, "products are taken within the context"
         return self._view
 
-    def _parts(self, chosen: np.ndarray) -> Iterator[np.ndarray]:
-        return _parts_of(self.data, chosen, self._pass_tokens)
+
+def tokens_of(data: Data) -> int:
+    """How many tokens the longest example has, or as many tokens as the first has numbers to work at."""
+    if data.lengths is not None:
+        return int(data.lengths.max())
+    batch = data.batch(range(1))
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, dict) and "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return max(1, sum(leaf.numel() for leaf in tensors) // INPUTS)
 
 
 def _parts_of(data: Data, chosen: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
     """Examples of about one length together, so many that they have about so many tokens."""
     if data.lengths is None:
-        for start in range(0, len(chosen), tokens):
-            yield chosen[start : start + tokens]
+        size = max(1, tokens // tokens_of(data))
+        for start in range(0, len(chosen), size):
+            yield chosen[start : start + size]
         return
     ordered = chosen[np.argsort(data.lengths[chosen], kind="stable")]
     start = 0
@@ -398,7 +429,7 @@ class _LanguageModel(_View):
     def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
         states, moved = self._moved(vectors, batch)
         mask = real_tokens(batch["input_ids"], self._loss, batch)
-        counts = (mask * (shares[:, None] / mask.sum(1, keepdim=True)))[:, 1:].flatten()
+        counts = torch.where(mask, shares[:, None] / mask.sum(1, keepdim=True).clamp(min=1), 0.0)[:, 1:].flatten()
         weight, bias = self._of_head(vectors)
         flat, flat_moved = states.flatten(0, 1), moved.flatten(1, 2)
         beside, curved = self._head.beside(weight), torch.zeros_like(flat_moved)
@@ -406,7 +437,7 @@ class _LanguageModel(_View):
         of_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=flat.device)
         kept = counts.nonzero()[:, 0]
         every = len(kept) == len(counts)
-        for places in kept.split(self._chunk(len(vectors))):
+        for places in kept.split(self._chunk(len(vectors))) if len(kept) else ():
             where: Any = slice(int(places[0]), int(places[-1]) + 1) if every else places
             some = flat[where]
             change = self._compiled(

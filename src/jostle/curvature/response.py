@@ -26,6 +26,8 @@ from jostle.curvature import conjugate_gradients
 from jostle.curvature.conjugate_gradients import Iterate
 from jostle.curvature.gauss_newton import GaussNewton
 from jostle.curvature.preconditioners import KroneckerPreconditioner
+from jostle.errors import InputError
+from jostle.models.weights import MovingWeights
 
 Filter = Literal["descent", "minimum"]
 """φ: where training ends, or where it would stand still."""
@@ -68,7 +70,7 @@ class Responses:
     @property
     def solved(self) -> np.ndarray:
         """Whether each query is solved."""
-        return self.errors <= CLOSE * self.spreads
+        return (self.errors <= CLOSE * self.spreads) & np.isfinite(self.residuals)
 
 
 class Response:
@@ -81,6 +83,7 @@ class Response:
         filter: φ.
         rows: for the preconditioner; None for none but the diagonal one.
         probes: gradients of some training examples, by whose scores convergence is judged.
+        exact: the same H in full precision, where ``curvature`` has less: what is left by it is solved for once more.
         examples: those of ``curvature``'s data that H is the mean over; None for all.
     """
 
@@ -93,12 +96,13 @@ class Response:
         filter: Filter,
         rows: Rows | None,
         probes: Float[Tensor, "probe weight"],
+        exact: GaussNewton | None = None,
         examples: np.ndarray | None = None,
     ) -> None:
         self._curvature, self._reach, self._hold, self._filter = curvature, reach, hold, filter
-        self._probes, self._examples = probes, examples
+        self._probes, self._exact, self._examples = probes, exact, examples
         moving = curvature.moving
-        self.dense = moving.total <= DENSE["cuda" if moving.center.is_cuda else "cpu"]
+        self.dense = is_small(moving)
         if self.dense:
             self._values, self._vectors = self._decomposed()
             return
@@ -115,9 +119,11 @@ class Response:
         iterations: int,
         tell: Callable[[str], None] = lambda what: None,
     ) -> Responses:
-        """Return what these gradients ask for."""
+        """Return what these gradients ask for, by about so many products with H at most."""
         if self.dense:
             return self._by_matrix(gradients)
+        if self._filter == "descent":  # two solutions
+            iterations = max(1, iterations // 2)
         vectors, judged = self._solve(gradients, iterations, tell)
         errors, residuals, taken = judged.errors, judged.residuals, judged.iterations
         if self._filter == "descent":
@@ -130,10 +136,17 @@ class Response:
 
     def _solve(self, right: Tensor, iterations: int, tell: Callable[[str], None]) -> tuple[Tensor, _Judged]:
         """(H + D)⁻¹ of each row, and how near it is."""
-        unit, judged = self._unit, _Judged(self._probes * self._unit)
+        unit, judged = self._unit, _Judged(self._probes, self._unit)
 
-        def product(vectors: Tensor) -> Tensor:
-            return vectors + unit * self._curvature(unit * vectors, rows=self._examples)
+        def product(vectors: Tensor, curvature: GaussNewton = self._curvature) -> Tensor:
+            found = vectors + unit * curvature(unit * vectors, rows=self._examples)
+            if not torch.isfinite(found).all():
+                raise InputError(
+                    "loss",
+                    got="products with its curvature that are not finite",
+                    expected="a loss with finite gradients and curvature at every training example",
+                )
+            return found
 
         def enough(iterate: Iterate) -> bool:
             share = judged(iterate)
@@ -144,9 +157,25 @@ class Response:
         iterate = conjugate_gradients.solve(
             product, scaled, preconditioner=self._preconditioner, iterations=iterations, enough=enough
         )
-        left = scaled - product(iterate.solutions)
+        solutions = iterate.solutions
+        if self._exact is None:
+            left = scaled - product(solutions)
+        else:
+            # Rounded products lead elsewhere, which their own residuals do not see; how far is counted as an error.
+            left = scaled - self._exactly(product, solutions)
+            correction = conjugate_gradients.solve(
+                product, left, preconditioner=self._preconditioner, iterations=max(1, judged.iterations // 2)
+            ).solutions
+            judged.errors = np.hypot(judged.errors, judged.size_of(correction))
+            solutions = solutions + correction
+            left = scaled - self._exactly(product, solutions)
         judged.residuals = (left.norm(dim=1) / scaled.norm(dim=1).clamp(min=_tiny(scaled))).cpu().numpy()
-        return unit * iterate.solutions, judged
+        return unit * solutions, judged
+
+    def _exactly(self, product: Callable[..., Tensor], vectors: Tensor) -> Tensor:
+        assert self._exact is not None
+        with self._exact:
+            return product(vectors, self._exact)
 
     def _decomposed(self) -> tuple[Tensor, Tensor]:
         root = self._reach.double().sqrt()
@@ -166,7 +195,7 @@ class Response:
         return Responses(vectors, none, self._spreads(vectors), none, 0)
 
     def _spreads(self, vectors: Tensor) -> Float[np.ndarray, " query"]:
-        return (self._probes @ vectors.T.to(self._probes.dtype)).float().std(0).cpu().numpy()
+        return _spread((self._probes @ vectors.T.to(self._probes.dtype)).double()).cpu().numpy()
 
 
 class _Judged:
@@ -175,8 +204,8 @@ class _Judged:
     Steps shrink by about one factor, so that what is left to come is a geometric series.
     """
 
-    def __init__(self, probes: Float[Tensor, "probe weight"]) -> None:
-        self._probes = probes
+    def __init__(self, probes: Float[Tensor, "probe weight"], unit: Float[Tensor, " weight"]) -> None:
+        self._probes, self._unit = probes, unit
         self._before: Tensor | None = None
         self._step: Tensor | None = None
         self.errors = np.zeros(0)
@@ -186,14 +215,31 @@ class _Judged:
     def __call__(self, iterate: Iterate) -> float:
         """Look at an iterate; return the largest error of a query as a share of the spread of its scores."""
         self.iterations = iterate.iterations
-        scores = (self._probes @ iterate.solutions.T.to(self._probes.dtype)).double()
+        scores = self._scores(iterate.solutions)
         step = (scores - (0 if self._before is None else self._before)).square().mean(0).sqrt()
-        spread = scores.std(0).clamp(min=_tiny(scores))
+        spread = _spread(scores).clamp(min=_tiny(scores))
         rate = torch.full_like(step, SLOWEST) if self._step is None else step / self._step.clamp(min=_tiny(step))
         rate = rate.clamp(max=SLOWEST)
         self.errors = (step * torch.maximum(rate / (1 - rate), torch.ones_like(rate))).cpu().numpy()
         self._before, self._step = scores, step
         return float((torch.from_numpy(self.errors) / spread.cpu()).max())
+
+    def size_of(self, vectors: Float[Tensor, "query weight"]) -> Float[np.ndarray, " query"]:
+        """The root mean square of what vectors give as scores."""
+        return self._scores(vectors).square().mean(0).sqrt().cpu().numpy()
+
+    def _scores(self, vectors: Tensor) -> Float[Tensor, "probe query"]:
+        return (self._probes @ (self._unit * vectors).T.to(self._probes.dtype)).double()
+
+
+def is_small(moving: MovingWeights) -> bool:
+    """Whether the matrix itself is the way."""
+    return moving.total <= DENSE["cuda" if moving.center.is_cuda else "cpu"]
+
+
+def _spread(scores: Float[Tensor, "probe query"]) -> Float[Tensor, " query"]:
+    """The standard deviation; of a single score, its size."""
+    return scores.std(0) if len(scores) > 1 else scores[0].abs()
 
 
 def _tiny(values: Tensor) -> float:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from jostle.chains.progress import telling
-from jostle.curvature.gauss_newton import GaussNewton
-from jostle.curvature.labels import loss_counts, relabelled, these
+from jostle.curvature.gauss_newton import PASS_TOKENS, GaussNewton, tokens_of
+from jostle.curvature.labels import loss_counts, of_the_first, relabelled, these
 from jostle.curvature.per_example import PerExample, fingerprints_of
-from jostle.curvature.response import Filter, Response, Responses
+from jostle.curvature.response import Filter, Response, Responses, is_small
 from jostle.data.datasets import Collate, Data
 from jostle.errors import EstimateWarning, InputError, warn
-from jostle.losses import Loss
+from jostle.losses import LanguageHead, Loss
 from jostle.losses import classification as classification_loss
 from jostle.models.functional import eval_mode, free_memory
 from jostle.models.in_place import InPlace
@@ -33,11 +33,11 @@ from jostle.training.moments import estimate_second_moments
 
 log = logging.getLogger("jostle")
 
-ITERATIONS = 60
+ITERATIONS = 100
 """Products with the curvature that a query may take, if it is not solved before."""
 
-LABELS, LABELLED = 1, 1024
-"""Labels drawn for each of so many examples, whose gradients make the preconditioner."""
+LABELLED = 1024
+"""Examples for which a label is drawn; its gradients make the preconditioner."""
 
 PROBES = 64
 """Training examples by whose scores it is judged whether a query is solved."""
@@ -50,8 +50,11 @@ FEWEST_PROBES = 8
 QUERY_BYTES = 4 << 30
 """What vectors of the queries that are solved at once may take in a machine's memory; of a GPU's, half of the free."""
 
-VECTORS = 8
+VECTORS = 12
 """Vectors that conjugate gradients hold for each query."""
+
+MOST_QUERIES = 256
+"""That are solved together: of more, what they have in common costs more than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,8 @@ class Solution:
             helped. Left out is: its loss has weight 0, all else stays.
         errors: of the effects of each query, how far the solver may be from its solution: a root mean square, in nats.
             What the theory itself leaves out (docs/solve.md) is not in it.
-        spreads: the standard deviation of each query's effects, over some of the examples.
+        spreads: the standard deviation of each query's effects, over some of the examples, each counted by the mean
+            share.
         residuals: what is left of each query's equations, relative, in the norm of training's metric.
         solved: whether each query's error is below 5 % of the spread of its effects.
         tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect.
@@ -110,14 +114,21 @@ class Solution:
         """Return the rise of the queries' losses if all these examples were left out, in nats, and the solver's error.
 
         Args:
-            examples: their indices.
+            examples: their indices, or a mask.
             query: one query; all by default.
 
         Example:
             >>> rise, error = solution.effect_of_removing([3, 7])
         """
-        chosen = np.unique(np.asarray(examples, int))
+        given = np.asarray(examples)
+        if given.size and not (np.issubdtype(given.dtype, np.integer) or given.dtype == bool):
+            raise InputError(
+                "examples", got=f"an array of {given.dtype}", expected="indices, or a mask of all examples"
+            )
         count, queries = self.effects.shape
+        if given.dtype == bool and given.shape != (count,):
+            raise InputError("examples", got=f"a mask of shape {given.shape}", expected=f"one of {count} examples")
+        chosen = np.flatnonzero(given) if given.dtype == bool else np.unique(given.astype(int))
         if chosen.size and not (chosen[0] >= 0 and chosen[-1] < count):
             raise InputError("examples", got=chosen[[0, -1]].tolist(), expected=f"indices from 0 to {count - 1}")
         if query is not None and not 0 <= query < queries:
@@ -161,7 +172,7 @@ def solve(
         tokens: return what each training token does, too.
         curvature_examples: so many training examples, drawn at random, stand for all in the curvature: quicker, and
             less exact. Default: all.
-        iterations: products with the curvature that a query may take.
+        iterations: products with the curvature that a query may take, about.
         seed: of what is drawn: batches of second moments, labels, examples.
         progress: show it.
 
@@ -175,6 +186,11 @@ def solve(
         >>> solution.scores.top(query=0)
     """
     started = time.perf_counter()
+    if filter not in get_args(Filter):
+        raise InputError("filter", got=repr(filter), expected=" or ".join(map(repr, get_args(Filter))))
+    for name, value, least in (("iterations", iterations, 1), ("seed", seed, 0)):
+        if not isinstance(value, int | np.integer) or value < least:
+            raise InputError(name, got=repr(value), expected=f"a whole number from {least}")
     training.check(model)
     loss = loss or classification_loss()
     if weights is None:
@@ -188,7 +204,7 @@ def solve(
     }
     work = _Work(model, weights, moving, loss, sets["train"], sets["query"], training, filter, seed)
     with eval_mode(model), telling(progress) as tell:
-        moments = work.measure(tell)
+        moments = work.measure(tell, tokens)
         found = list(work.answers(tokens, curvature_examples, iterations, tell))
     effects, by_token = np.concatenate([one[1] for one in found], axis=1), None
     if tokens:
@@ -237,20 +253,32 @@ class _Work:
     filter: Filter
     seed: int
 
-    def measure(self, tell: Callable[[str], None]) -> list[MomentComparison]:
+    def measure(self, tell: Callable[[str], None], tokens: bool) -> list[MomentComparison]:
         """Learn what training was in this model's weights: reach, hold, and each example's share."""
         rows: list[MomentComparison] = []
         moments = None
         with InPlace(self.model, self.moving) as model:
+            if tokens and of_the_first(model, self.loss, self.train).ndim == 1:
+                raise InputError("tokens", got="a loss of one number a sample", expected="a loss of tokens")
+            self.counts, asked = (
+                loss_counts(model, self.loss, data).numpy().astype(np.float64) for data in (self.train, self.query)
+            )
+            for data, counts in ((self.train, self.counts), (self.query, asked)):
+                if not counts.all():
+                    got = f"example {np.flatnonzero(counts == 0)[0]}, of which no token is scored"
+                    raise InputError(data.name, got=got, expected="examples with a loss", fix="leave it out")
             if self.training.optimizer != "sgd":
                 tell("second moments at the checkpoint")
-                moments = estimate_second_moments(model, self.loss, self.train, self.training, seed=self.seed)
+                together = PASS_TOKENS["cuda" if model.device.type == "cuda" else "cpu"]
+                moments = estimate_second_moments(
+                    model, self.loss, self.train, self.training, seed=self.seed,
+                    at_once=max(1, together // tokens_of(self.train)),
+                )  # fmt: skip
                 own = self.training.flat_second_moments(self.moving)
                 if own is not None:
                     rows = compare_second_moments(own, moments, self.moving)
                     require_similar_moments(rows)
                     moments = own
-            self.counts = loss_counts(model, self.loss, self.train).numpy().astype(np.float64)
         diagonals = self.training.diagonals(self.moving, moments)
         self.reach, self.hold = diagonals.reach, diagonals.hold
         self.shares = self.training.shares(self.counts)
@@ -261,22 +289,28 @@ class _Work:
     ) -> Iterator[tuple[Responses, Float[np.ndarray, "train query"], list[np.ndarray]]]:
         """Give responses, effects and effects of tokens, of a block of queries after another."""
         examples = self._drawn(curvature_examples)
-        dtype = torch.bfloat16 if self.moving.center.is_cuda else None
         probes = self._probes()
-        curvature = GaussNewton(
-            self.model, self.weights, self.loss, self.train, shares=self.shares / self.shares.sum(), dtype=dtype
-        )
+        shares = self.shares / self.shares.sum()
+        exact = GaussNewton(self.model, self.weights, self.loss, self.train, shares=shares)
+        rounded = None
+        if self._may_be_rounded():
+            rounded = GaussNewton(self.model, self.weights, self.loss, self.train, shares=shares, dtype=torch.bfloat16)
+        curvature = rounded or exact
         with curvature:
             tell("the curvature")
             response = Response(
                 curvature, self.reach, self.hold, filter=self.filter, rows=self._label_rows, probes=probes,
-                examples=examples,
+                exact=exact if rounded else None, examples=examples,
             )  # fmt: skip
         for block in self._blocks():
             tell(f"queries {block.start} to {block.stop - 1}")
             with InPlace(self.model, self.moving) as model:
                 each = PerExample(model, self.loss)
                 gradients = torch.cat([rows.clone() for _, rows in each(self.query, block)])
+            finite = torch.isfinite(gradients).all(1)
+            if not finite.all():
+                got = f"example {block[int(finite.logical_not().nonzero()[0, 0])]}, whose gradient is not finite"
+                raise InputError("query", got=got, expected="finite gradients")
 
             def told(what: str, block: range = block) -> None:
                 tell(f"queries {block.start} to {block.stop - 1} of {len(self.query)}, {what}")
@@ -286,10 +320,15 @@ class _Work:
                 found = response(gradients, iterations=iterations, tell=told)
             del gradients
             if tokens:
-                exact = GaussNewton(self.model, self.weights, self.loss, self.train)
                 with exact:
                     by_token = self._token_effects(exact, found.vectors)
             yield found, self._effects(found.vectors), by_token
+
+    def _may_be_rounded(self) -> bool:
+        """Whether products in bfloat16 are quicker, and known to work: of language models, on a GPU."""
+        if not self.moving.center.is_cuda or self.moving.dtype != torch.float32 or is_small(self.moving):
+            return False
+        return LanguageHead.of(self.loss, self.model, self.train.batch(range(1))) is not None
 
     def _drawn(self, count: int | None) -> np.ndarray | None:
         if count is None or count >= len(self.train):
@@ -305,9 +344,12 @@ class _Work:
         count = min(PROBES, len(self.train), max(FEWEST_PROBES, PROBE_BYTES[kind] // size))
         chosen = np.sort(np.random.default_rng((self.seed, 1)).permutation(len(self.train))[:count])
         some = these(self.train, chosen)
+        probes = torch.empty(count, self.moving.total, dtype=self.moving.dtype, device=self.moving.center.device)
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
-            return torch.cat([rows.clone() for _, rows in each(some, range(count))])
+            for place, rows in each(some, range(count)):
+                probes[place.start : place.stop] = rows
+        return probes
 
     def _label_rows(self, unit: Tensor) -> Iterable[Float[Tensor, "row weight"]]:
         """Gradients of drawn labels, scaled: their products sum to about SHS. None for a loss without labels."""
@@ -317,19 +359,19 @@ class _Work:
         data = self.train if places is None else these(self.train, places)
         shares = self.shares if places is None else self.shares[places]
         counts = self.counts if places is None else self.counts[places]
-        scale = torch.from_numpy(np.sqrt(shares / shares.sum() * counts / LABELS)).to(unit)
+        scale = torch.from_numpy(np.sqrt(shares / shares.sum() * counts)).to(unit)
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             each.scale = unit
-            for labelled in relabelled(model, self.loss, data, LABELS, self.seed):
-                for some, rows in each(labelled, range(len(data))):
-                    yield rows * scale[some.start : some.stop, None]
+            (labelled,) = relabelled(model, self.loss, data, 1, self.seed)
+            for some, rows in each(labelled, range(len(data))):
+                yield rows * scale[some.start : some.stop, None]
 
     def _blocks(self) -> Iterator[range]:
         """Queries that are solved together."""
         free = free_memory(self.moving.center.device)
         room = QUERY_BYTES if free is None else free // 2
-        size = max(1, room // (VECTORS * self.moving.total * self.moving.dtype.itemsize))
+        size = min(MOST_QUERIES, max(1, room // (VECTORS * self.moving.total * self.moving.dtype.itemsize)))
         # Blocks of about one size: the last is not much quicker for being small.
         count = -(-len(self.query) // size)
         bounds = np.linspace(0, len(self.query), count + 1).astype(int)
@@ -341,7 +383,12 @@ class _Work:
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             for some, rows in each(self.train, range(len(self.train))):
-                effects[some.start : some.stop] = (rows @ vectors.T).float().cpu().numpy()
+                found = (rows @ vectors.T).float().cpu().numpy()
+                bad = ~np.isfinite(found).all(1)
+                if bad.any():
+                    got = f"example {some[int(np.flatnonzero(bad)[0])]}, whose gradient is not finite"
+                    raise InputError("train", got=got, expected="finite gradients", fix="leave it out")
+                effects[some.start : some.stop] = found
         return effects * self.shares[:, None].astype(np.float32)
 
     def _token_effects(self, exact: GaussNewton, vectors: Tensor) -> list[Float[np.ndarray, "token query"]]:
@@ -349,8 +396,6 @@ class _Work:
         effects: list[np.ndarray] = [np.empty(0)] * len(self.train)
         for part in exact.parts(self.train):
             tangents, mask = exact.tangents(vectors, self.train, part)
-            if tangents.ndim == 2:
-                raise InputError("tokens", got="a loss of one number a sample", expected="a loss of tokens")
             if mask is not None:
                 tangents = torch.where(mask, tangents, 0.0)
             values = tangents.movedim(0, 2).float().cpu().numpy()

@@ -92,7 +92,9 @@ def numbers_of(optimizer: Any, model: nn.Module) -> OptimizerNumbers:
             expected="the optimizer that trained this model",
             fix="pass the very model that it was made for: a copy has other parameters",
         )
-    parameters = [[names[id(value)] for value in group["params"]] for group in groups]
+    # What is frozen did not move, though an optimizer was given it; but a whole model may be frozen after training.
+    frozen = not any(value.requires_grad for value in theirs)
+    parameters = [[names[id(value)] for value in group["params"] if frozen or value.requires_grad] for group in groups]
     states = {names[id(value)]: optimizer.state[value] for value in theirs if optimizer.state.get(value)}
     kind = "sgd" if isinstance(optimizer, torch.optim.SGD) else _adam_kind(groups)
     return _read(kind, groups, parameters, states)
