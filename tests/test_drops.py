@@ -364,3 +364,9 @@ def test_bad_input(tmp_path: Path) -> None:
         train.with_weights(np.full(MANY, np.nan), 0)
     with pytest.raises(InputError, match="'sequences' or 'tokens'"):
         Trainer(perceptron, data, adamw, epochs=1, count_alike="words")  # type: ignore[arg-type]
+
+
+def test_no_resampling_leaves_the_numbers(tmp_path: Path) -> None:
+    bank, scores = planted(tmp_path / "bank", noise=1.0)
+    for measure in (lds, slope):
+        assert measure(bank, scores, bootstrap=0).value == measure(bank, scores, bootstrap=20).value

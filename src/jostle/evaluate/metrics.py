@@ -325,12 +325,12 @@ def _resamples(
 ) -> tuple[Float[np.ndarray, "subset resample"], Float[np.ndarray, "query resample"]]:
     """How often each subset and each query is drawn, each time that they are drawn again."""
     generator = np.random.default_rng(seed)
-    drawn = [
-        [generator.multinomial(count, np.full(count, 1 / count)).astype(float) for count in (subsets, queries)]
-        for _ in range(bootstrap)
-    ]
-    of_subsets, of_queries = (np.array(one).T for one in zip(*drawn, strict=True))
-    return np.ascontiguousarray(of_subsets), np.ascontiguousarray(of_queries)
+    of_subsets, of_queries = np.empty((subsets, bootstrap)), np.empty((queries, bootstrap))
+    for index in range(bootstrap):
+        for drawn in (of_subsets, of_queries):
+            count = len(drawn)
+            drawn[:, index] = generator.multinomial(count, np.full(count, 1 / count))
+    return of_subsets, of_queries
 
 
 def _resampled_mean(
