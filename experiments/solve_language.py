@@ -6,7 +6,7 @@
 
 `prepare` writes tokens, `bank` trains once with every text and once without each of 100 random sets of 2 % of them
 (same seed, same order: a text that is left out has weight 0 in its batch), and keeps the queries' losses in
-`experiments/banks`, where those of "wikipedia" are; `methods` compares methods with them. On "wikipedia" settings are
+`experiments/banks/language`, where those of "wikipedia" are; `methods` compares methods with them. On "wikipedia" settings are
 chosen; "pile" is for reporting, and looked at once. Training is in float32, so that the same training comes out the
 same.
 """
@@ -85,7 +85,7 @@ MODELS = {
         warmup=0.1, clip_norm=1.0,
     ),
 }  # fmt: skip
-BANKS = Path(__file__).parent / "banks"
+BANKS = Path(__file__).parent / "banks" / "language"
 DROPS, SHARE = 100, 0.02
 
 PART, STEADY, LOOKED_AT = 0.3, 0.8, 6
@@ -224,7 +224,7 @@ def steady_rate(training: Trained, every: np.ndarray) -> float:
 
 def bank(about: Model, name: str, arguments: argparse.Namespace) -> None:
     """Keep the queries' losses of every training; what is there is not made again."""
-    path = BANKS / f"language-{name}.npz"
+    path = BANKS / f"{name}.npz"
     every, training = drops(about), trained(about, name, arguments)
     if path.exists():
         kept = np.load(path)
@@ -250,7 +250,7 @@ class Trial:
     """What every method is given: the trained model, its training, the changes that really came."""
 
     def __init__(self, about: Model, name: str, arguments: argparse.Namespace) -> None:
-        training, kept = trained(about, name, arguments), np.load(BANKS / f"language-{name}.npz")
+        training, kept = trained(about, name, arguments), np.load(BANKS / f"{name}.npz")
         every, losses, training.rate = drops(about), kept["losses"], float(kept["rate"])
         self.left_out, self.changes = 1 - every[1:], losses[1:, None] - losses[0]
         again = training(every[0])
