@@ -6,9 +6,9 @@
 
 `prepare` writes tokens, `bank` trains once with every text and once without each of 100 random sets of 2 % of them
 (same seed, same order: a text that is left out has weight 0 in its batch), and keeps the queries' losses in
-`experiments/banks/language`, where those of "wikipedia" are; `methods` compares methods with them. On "wikipedia" settings are
-chosen; "pile" is for reporting, and looked at once. Training is in float32, so that the same training comes out the
-same.
+`experiments/banks/language`, where those of "wikipedia" are; `methods` compares methods with them. On "wikipedia"
+settings are chosen; "pile" is for reporting, and looked at once. Training is in float32, so that the same training
+comes out the same.
 """
 
 from __future__ import annotations
