@@ -30,7 +30,7 @@ from jostle.attributors import (
     layers_alike,
     trak,
 )
-from jostle.attributors import gradients as gradients_module
+from jostle.curvature import per_example
 from jostle.curvature.per_example import Gradients, PerExample, products
 from jostle.data.datasets import Data
 from jostle.models.in_place import InPlace
@@ -121,7 +121,7 @@ def test_first_order_of_rounded_gradients(kappa: float, monkeypatch: pytest.Monk
     exact = [losses_by_hand(model, *side) for side in (train, query)]
     left, right = (torch.tensor(side).bfloat16().double().numpy() for side in exact)
     assert not np.array_equal(left, exact[0])
-    monkeypatch.setattr(gradients_module, "SLICE", 7)
+    monkeypatch.setattr(per_example, "SLICE", 7)
     for size in (1 << 20, 3_000):
         found = FirstOrder(model, train, query, labels=0, rounded=True, buffer_bytes=size).influence(kappa=kappa).values
         expected = influence_by_hand(left, right, left, kappa, normalize=False)
