@@ -38,6 +38,7 @@ from jostle.curvature.labels import loss_counts, relabelled
 from jostle.curvature.per_example import PerExample
 from jostle.curvature.preconditioners import KroneckerPreconditioner
 from jostle.data.datasets import Data
+from jostle.evaluate import random_drops
 from jostle.evaluate.metrics import lds_of, slopes_of
 from jostle.models.functional import eval_mode, sample_means
 from jostle.models.in_place import Graph, InPlace
@@ -96,11 +97,7 @@ out does, in a correlation of so much, for the first sets. Elsewhere it is mostl
 
 def drops(model: Model) -> Float[np.ndarray, "drop train"]:
     """Weights of the texts in each training: first all of them, then without each random set."""
-    size = round(SHARE * model.train)
-    weights = np.ones((1 + DROPS, model.train), np.float32)
-    for number, row in enumerate(weights[1:]):
-        row[np.random.default_rng((model.seed, number)).permutation(model.train)[:size]] = 0
-    return weights
+    return random_drops(model.train, DROPS, size=round(SHARE * model.train), seed=model.seed).members.astype(np.float32)
 
 
 def prepare(model: Model, tokenizer: Any, texts: Path, path: Path) -> None:

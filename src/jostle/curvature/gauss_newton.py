@@ -17,6 +17,7 @@ import contextlib
 import copy
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -217,7 +218,7 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copied
 
 
-class _View:
+class _View(ABC):
     """How a loss sees a model: through outputs z, with the Hessian Λ of the loss by them.
 
     Attributes:
@@ -226,21 +227,21 @@ class _View:
 
     way: ForwardMode
 
+    @abstractmethod
     def directions_agree(self, vector: Float[Tensor, "1 weight"], batch: Batch) -> bool:
         """Return whether ‖Jv‖² is v·Jᵀ(Jv): forward mode goes on where a model has cut the way back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def products(
         self, vectors: Float[Tensor, "vector weight"], batch: Batch, shares: Float[Tensor, " sample"]
     ) -> Float[Tensor, "vector weight"]:
         """Σᵢ ωᵢJᵢᵀΛᵢJᵢ·v of each vector."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_tangents(
         self, vectors: Float[Tensor, "vector weight"], batch: Batch
     ) -> Float[Tensor, "vector sample ..."]:
         """∇ℓ·v of each loss."""
-        raise NotImplementedError
 
 
 def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) -> _View:

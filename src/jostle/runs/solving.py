@@ -252,6 +252,7 @@ class _Work:
     training: Training
     filter: Filter
     seed: int
+    _labelled: Data | None = None
 
     def measure(self, tell: Callable[[str], None], tokens: bool) -> list[MomentComparison]:
         """Learn what training was in this model's weights: reach, hold, and each example's share."""
@@ -363,8 +364,9 @@ class _Work:
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             each.scale = unit
-            (labelled,) = relabelled(model, self.loss, data, 1, self.seed)
-            for some, rows in each(labelled, range(len(data))):
+            if self._labelled is None:  # asked for twice, and drawn once
+                (self._labelled,) = relabelled(model, self.loss, data, 1, self.seed)
+            for some, rows in each(self._labelled, range(len(data))):
                 yield rows * scale[some.start : some.stop, None]
 
     def _blocks(self) -> Iterator[range]:
