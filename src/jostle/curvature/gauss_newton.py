@@ -47,7 +47,8 @@ INPUTS = 64
 """Numbers of an input (of an image, say) that are worked at as long as a token."""
 
 BLOCK = {"cuda": 8, "cpu": 16}
-"""Vectors that go through the model together: enough to share its own forward pass."""
+"""Vectors that go through the model together: enough to share its own forward pass. More where there are fewer tokens
+than `PASS_TOKENS`."""
 
 HEAD_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 """What the tangents of logits may take that are there at once."""
@@ -132,10 +133,9 @@ class GaussNewton:
         """Add the products of some examples; in halves where they have no room."""
         try:
             batch, each = self.data.batch(part), torch.from_numpy(shares[part]).to(self.device)
-            found = [
-                self.view.products(inner[start : start + self._block], batch, each)
-                for start in range(0, len(inner), self._block)
-            ]
+            tokens = len(part) * tokens_of(self.data)
+            block = max(self._block, self._block * self._pass_tokens // tokens)
+            found = [self.view.products(some, batch, each) for some in inner.split(block)]
         except torch.OutOfMemoryError:
             if len(part) == 1:
                 raise
