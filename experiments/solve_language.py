@@ -14,29 +14,32 @@ comes out the same.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import functools
+import itertools
 import json
 import logging
 import lzma
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.environment import environment
 from jaxtyping import Float
 from torch import Tensor, nn
 
 import jostle
-from jostle.curvature.conjugate_gradients import Iterate, solve
+from experiments.conjugate_gradients import Iterate, KroneckerPreconditioner, solve
 from jostle.curvature.gauss_newton import GaussNewton
 from jostle.curvature.labels import loss_counts, relabelled
 from jostle.curvature.per_example import PerExample
-from jostle.curvature.preconditioners import KroneckerPreconditioner
 from jostle.data.datasets import Data
 from jostle.evaluate import random_drops
 from jostle.evaluate.metrics import lds_of, slopes_of
@@ -86,6 +89,10 @@ MODELS = {
         warmup=0.1, clip_norm=1.0,
     ),
 }  # fmt: skip
+DAMPINGS = (None, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""Of EK-FAC; None: its own."""
+REFINED = (1e-1, 1e-2, 1e-3)
+"""Of EK-FAC with conjugate gradients."""
 BANKS = Path(__file__).parent / "banks" / "language"
 DROPS, SHARE = 100, 0.02
 
@@ -260,6 +267,7 @@ class Trial:
             clip_factor=training.clip_factor, batch_size=about.batch_size, second_moments=named,
             count_alike="sequences",
         )  # fmt: skip
+        self.rate = training.rate
         self.rows: list[dict[str, Any]] = []
 
     def tell(self, method: str, effect: np.ndarray, **others: Any) -> None:
@@ -274,155 +282,120 @@ class Trial:
         print(f"{method:60} LDS {lds}  slope {slope}  pooled {pooled}  {others}", flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One way of solving."""
-
-    preconditioner: str = "none"
-    dtype: torch.dtype | None = None
-    tf32: bool = True
-    share: float = 1.0
-    weights: Any = "all"
-    labels: int = 2
-    damping: float | None = None
-    """Isotropic, in place of the training's own."""
-    at: Sequence[int] = (1, 2, 3, 6, 12, 25)
-
-    def __str__(self) -> str:
-        kind = "float32" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        parts = [self.preconditioner, "TF32" if self.tf32 and self.dtype is None else kind, f"share {self.share:g}"]
-        parts += [] if self.weights == "all" else ["linear layers"]
-        parts += [] if self.damping is None else [f"damping {self.damping:g}"]
-        parts += [f"{self.labels} labels"] if self.preconditioner == "kronecker" else []
-        return ", ".join(parts)
+def linear_layers(model: nn.Module) -> list[str]:
+    """The weights that EK-FAC knows: of linear layers, but for the head."""
+    return [
+        f"{path}.weight" for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in path
+    ]  # fmt: skip
 
 
-def solved(trial: Trial, settings: Settings, gradients: dict[str, Any]) -> None:
-    """Conjugate gradients by one way, with a row for the scores after each of some iterations."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if settings.tf32 else "ieee"
-    device, count, started = next(trial.model.parameters()).device, len(trial.train), time.perf_counter()
+def texts_of(trial: Trial) -> list[list[list[int]]]:
+    return [[row.tolist() for row in data.whole()["input_ids"].cpu()] for data in (trial.train, trial.query)]
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
-    moving = MovingWeights(trial.model, settings.weights)
-    if settings.damping is None:
-        diagonals = trial.training.diagonals(moving)
-        scale = (diagonals.hold + 1 / diagonals.reach).rsqrt()
-    else:
-        scale = torch.full_like(moving.center, settings.damping**-0.5)
-    kept = gradients.get(str(settings.weights))
-    if kept is None:
-        gradients.clear()
-        with eval_mode(trial.model), InPlace(trial.model, moving) as model:
-            each = PerExample(model, trial.loss)
-            kept = [torch.cat([rows.to(kind) for _, rows in each(data, range(len(data)))])
-                    for data, kind in ((trial.query, moving.dtype), (trial.train, torch.bfloat16))]  # fmt: skip
-        gradients[str(settings.weights)] = kept
-        print(f"  gradients: {clock():.1f} s", flush=True)
-    right = scale * kept[0]
-    precondition: Any = None
-    if settings.preconditioner != "none":
-        with eval_mode(trial.model), InPlace(trial.model, moving) as model:
-            each = PerExample(model, trial.loss)
-            each.scale = scale
-            labelled = relabelled(model, trial.loss, trial.train, settings.labels, 0)
-            counts = loss_counts(model, trial.loss, trial.train).to(scale)
+@contextlib.contextmanager
+def timed(about: dict[str, Any]) -> Iterator[None]:
+    """Seconds and the most memory that were taken."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    yield
+    if cuda:
+        torch.cuda.synchronize()
+        about["gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    about["seconds"] = round(time.perf_counter() - started, 2)
 
-            def rows() -> Iterator[Tensor]:
-                for data in labelled:
-                    for chosen, block in each(data, range(count)):
-                        here = counts[chosen.start : chosen.stop, None]
-                        yield block * (here / (count * len(labelled))).sqrt()
 
-            precondition = KroneckerPreconditioner(moving, rows)
-    ready = clock()
-    chosen = None
-    if settings.share < 1:
-        chosen = np.sort(np.random.default_rng(0).permutation(count)[: round(settings.share * count)])
-    with GaussNewton(trial.model, settings.weights, trial.loss, trial.train, dtype=settings.dtype) as curvature:
+def solved(trial: Trial, weights: Any, **settings: Any) -> None:
+    """`jostle.solve`, as it comes."""
+    about: dict[str, Any] = {}
+    with timed(about):
+        found = jostle.solve(
+            trial.model, *texts_of(trial), training=trial.training, loss=trial.loss, weights=weights, **settings
+        )
+    if found.tokens is not None:
+        sums = np.array([tokens.sum(0) for tokens in found.tokens])
+        about["tokens_apart"] = float(np.abs(sums - found.effects).max() / np.abs(found.effects).max())
+    about |= {"error": float(np.median(found.errors / found.spreads))}
+    about |= {name: found.provenance[name] for name in ("runs", "passes")}
+    words = ["solve", *(["linear layers"] if weights != "all" else []), *(f"{k} {v}" for k, v in settings.items())]
+    trial.tell(", ".join(words), found.effects.astype(np.float64), **about)
 
-        def product(vectors: Tensor) -> Tensor:
-            return vectors + scale * curvature(scale * vectors, rows=chosen)
 
-        seconds = [ready]
-        spent = [0.0]
+def refined(trial: Trial, damping: float, iterations: Sequence[int] = (3, 12, 25)) -> None:
+    """EK-FAC refined by conjugate gradients: exact products, damped as EK-FAC is, alike in all directions."""
+    about: dict[str, Any] = {}
+    count, linear = len(trial.train), linear_layers(trial.model)
+    moving = MovingWeights(trial.model, linear)
+    scale = torch.full_like(moving.center, damping**-0.5)
+    with eval_mode(trial.model), InPlace(trial.model, moving) as model:
+        each = PerExample(model, trial.loss)
+        right, train = (
+            torch.cat([rows.to(kind) for _, rows in each(data, range(len(data)))])
+            for data, kind in ((trial.query, moving.dtype), (trial.train, torch.bfloat16))
+        )
+        each.scale = scale
+        (labelled,) = relabelled(model, trial.loss, trial.train, 1, 0)
+        counts = loss_counts(model, trial.loss, trial.train).to(scale)
+
+        def rows() -> Iterator[Tensor]:
+            for chosen, block in each(labelled, range(count)):
+                yield block * (counts[chosen.start : chosen.stop, None] / count).sqrt()
+
+        precondition = KroneckerPreconditioner(moving, rows)
+    with GaussNewton(trial.model, linear, trial.loss, trial.train, dtype=torch.bfloat16) as curvature:
 
         def enough(iterate: Iterate) -> bool:
-            seconds.append(clock() - spent[0])
-            if iterate.iterations in settings.at:
-                before = clock()
+            if iterate.iterations in iterations:
+                about["seconds"] = round(time.perf_counter() - started, 2)
                 solutions = (scale * iterate.solutions).to(torch.bfloat16)
-                effect = torch.mm(kept[1], solutions.T).float().cpu().numpy() / count
-                trial.tell(
-                    f"{settings}: {iterate.iterations} iterations", effect, seconds=round(seconds[-1], 2),
-                    residual=round(float((iterate.residuals.norm(dim=1) / right.norm(dim=1)).median()), 4),
-                )  # fmt: skip
-                spent[0] += clock() - before
+                effect = torch.mm(train, solutions.T).double().cpu().numpy() / count
+                name = f"EK-FAC and conjugate gradients, damping {damping:g}, {iterate.iterations} iterations"
+                trial.tell(name, effect, **about)
             return False
 
-        solve(product, right, preconditioner=precondition, iterations=max(settings.at), enough=enough)
-    print(f"  ready after {ready:.2f} s, {np.diff(seconds).mean():.3f} s an iteration, "
-          f"{torch.cuda.max_memory_allocated() / 1e9 if device.type == 'cuda' else 0:.0f} GB", flush=True)  # fmt: skip
+        started = time.perf_counter()
+        solve(
+            lambda vectors: vectors + scale * curvature(scale * vectors), scale * right,
+            preconditioner=precondition, iterations=max(iterations), enough=enough,
+        )  # fmt: skip
+
+
+def ekfac(trial: Trial, damping: float | None, directory: str) -> None:
+    """EK-FAC, of the linear layers; factors that are in the directory are used again."""
+    about: dict[str, Any] = {}
+    with timed(about):
+        scores = jostle.attributors.ekfac(
+            trial.model, *texts_of(trial), damping=damping, directory=directory, loss=trial.loss,
+            weights=linear_layers(trial.model), batch_size=64,
+        )  # fmt: skip
+    trial.tell(f"EK-FAC, damping {damping}", -scores.values / len(trial.train), **about)
 
 
 def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
-    """Compare ways of solving, and EK-FAC, on one model."""
+    """Compare `jostle.solve` with EK-FAC on one model, in one process."""
     trial = Trial(about, name, arguments)
     print(f"{name}: repeated to {trial.repeated:.2g}; clip factor {trial.training.clip_factor:.3f}", flush=True)
-    linear = [
-        f"{path}.weight" for path, module in trial.model.named_modules()
-        if isinstance(module, nn.Linear) and "lm_head" not in path
-    ]  # fmt: skip
-    gradients: dict[str, Any] = {}
-    half: dict[str, Any] = {"dtype": torch.bfloat16}
-    quarter: dict[str, Any] = {**half, "share": 0.25}
-    plans = {
-        "none": [Settings(**half)],
-        "half-share": [Settings(preconditioner="kronecker", dtype=torch.bfloat16, share=0.5)],
-        "none-quarter": [Settings(**quarter)],
-        "kronecker-quarter": [Settings(preconditioner="kronecker", **quarter)],
-        "kronecker": [Settings(preconditioner="kronecker", **half)],
-        "tf32": [Settings(preconditioner="kronecker", at=(6, 12))],
-        "eighth": [Settings(preconditioner="kronecker", dtype=torch.bfloat16, share=0.125)],
-        "linear": [Settings(preconditioner="kronecker", weights=linear, **half)],
-        "isotropic": [
-            Settings(preconditioner="kronecker", weights=linear, damping=damping, at=(3, 12, 25), **quarter)
-            for damping in (1e-1, 1e-2, 1e-3)
-        ],
-        "tiny": [Settings(preconditioner=kind, at=(1, 3), labels=1) for kind in ("none", "kronecker")],
-    }
-    started = time.perf_counter()
-    for which in arguments.methods:
-        if time.perf_counter() - started > 60 * arguments.minutes:
-            break
-        try:
-            for settings in plans.get(which, []):
-                solved(trial, settings, gradients)
-            if which == "ekfac":
-                gradients.clear()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                ekfac(trial, linear)
-        except torch.OutOfMemoryError as error:
-            print(which, error, flush=True)
-        if arguments.record is not None:
-            arguments.record.write_text(json.dumps({"model": name, "rows": trial.rows}, indent=1))
-
-
-def ekfac(trial: Trial, linear: list[str]) -> None:
-    """EK-FAC at its own and other dampings, of the linear layers."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    given: Any = {"loss": trial.loss, "weights": linear, "batch_size": 64, "collate": None}
-    texts = [[row.tolist() for row in data.whole()["input_ids"].cpu()] for data in (trial.train, trial.query)]
     with tempfile.TemporaryDirectory() as directory:
-        for damping in (None, 1e-8, 1e-6, 1e-4):
-            started = time.perf_counter()
-            scores = jostle.attributors.ekfac(trial.model, *texts, damping=damping, directory=directory, **given)
-            seconds = time.perf_counter() - started
-            trial.tell(f"EK-FAC, damping {damping}", -scores.values / len(trial.train), seconds=round(seconds, 2))
+        plans: dict[str, list[Callable[[], None]]] = {
+            "solve": [lambda: solved(trial, "all")],
+            "tokens": [lambda: solved(trial, "all", tokens=True)],
+            "linear": [lambda: solved(trial, linear_layers(trial.model))],
+            "ekfac": [functools.partial(ekfac, trial, damping, directory) for damping in DAMPINGS],
+            "refined": [functools.partial(refined, trial, damping) for damping in REFINED],
+        }
+        started = time.perf_counter()
+        for plan in itertools.chain.from_iterable(plans[which] for which in arguments.methods):
+            if time.perf_counter() - started > 60 * arguments.minutes:
+                break
+            plan()
+            if arguments.record is not None:
+                told = {"model": name, "rate": trial.rate, "environment": environment(), "rows": trial.rows}
+                arguments.record.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main() -> None:
@@ -433,7 +406,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=["wikipedia"])
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--methods", nargs="+", default=["ekfac", "kronecker", "none"])
+    parser.add_argument("--methods", nargs="+", default=["solve", "linear", "ekfac", "refined"])
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

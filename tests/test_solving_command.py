@@ -14,6 +14,7 @@ import transformers
 
 import jostle
 from jostle.asking.tasks import language_model
+from jostle.curvature import descent
 from test_commands import TRAIN, jostle_command
 from test_texts import make_tokenizer
 
@@ -98,9 +99,10 @@ def test_numbers_instead(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default::jostle.errors.EstimateWarning")
-def test_what_is_not_solved_is_said(place: Path, tmp_path: Path) -> None:
+def test_what_is_not_solved_is_said(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 1})
     file = tmp_path / "a.safetensors"
-    result = jostle_command("solve", file, *sources(place), *NUMBERS, "--iterations", 1, "-k", 0)
+    result = jostle_command("solve", file, *sources(place), *NUMBERS, "--within", 1e-9, "--runs", 2, "-k", 0)
     assert result.exit_code == 3
     assert "2 of 2 queries are not solved: 0 (error" in " ".join(result.stderr.split())
     assert jostle.Scores.load(file).provenance["unsolved"] == [0, 1]

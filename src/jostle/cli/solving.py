@@ -102,10 +102,10 @@ def solve(
         str | None,
         typer.Option(metavar="GROUP|GLOB", help="Which of the weights that moved. Default: all that were trained."),
     ] = None,
-    curvature_examples: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="So many stand for all in the curvature. Default: all.")
-    ] = None,
-    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="At most, for a query.")] = 100,
+    within: Annotated[
+        float, typer.Option(metavar="SHARE", help="How large errors may be, beside the spread of a query's effects.")
+    ] = 0.1,
+    runs: Annotated[int, typer.Option(metavar="N", min=2, help="Of training, backwards; at most.")] = 16,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     show: Annotated[int, typer.Option(metavar="I", min=0, help="The query of which to list the strongest.")] = 0,
     k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=0, help="How many of each to list.")] = 5,
@@ -149,8 +149,7 @@ def solve(
     say(str(training))
     solution = jostle.solve(
         task.model, task.train, task.query, training=training, loss=task.loss, collate=collate,
-        weights=weights, curvature_examples=curvature_examples, iterations=iterations, seed=seed,
-        progress=True,
+        weights=weights, within=within, runs=runs, seed=seed, progress=True,
     )  # fmt: skip
     if solution.moments:
         say(_told(solution.moments))
@@ -162,7 +161,7 @@ def solve(
     if k:
         train, query = (task.examples.get(name, []) for name in ("train", "query"))
         print_ranking(Console(highlight=False), scores.top(show, k), train, query)
-        typer.echo(f"the solver's own error is {solution.errors[show]:.1g} nats")
+        typer.echo(f"what chance leaves as their error is {solution.errors[show]:.1g} nats")
     typer.echo(f"{file}: {' × '.join(map(str, scores.values.shape))} effects in nats; jostle top {file} -q {show}")
     if not solution.solved.all():
         raise typer.Exit(ExitCode.CHAIN_FAILED)

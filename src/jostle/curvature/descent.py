@@ -1,15 +1,16 @@
-"""Training once more, backwards and with the curvature at its end: what a query's gradient asks of the weights.
+"""Training once more, backwards, with the curvature at its end: what a query's gradient asks of the weights.
 
-A training that descends a quadratic loss moves by Δ ← Δ − rate·M·(H + hold)·Δ between one step and the next. Taken
-backwards, from a query's gradient p = g on,
+Training on a quadratic loss moves by Δ ← Δ − rate·M·(H + hold)·Δ from one step to the next. Taken backwards, from a
+query's gradient p = g on,
 
-    x ← x + reach/S·p,    p ← p − (H + hold)·reach/S·p        (S steps),
+    x ← x + reach/S·p,    p ← p − (H + hold)·reach/S·p        in each of S steps,
 
-which leads to x = reach^½·φ(A)·reach^½·g with φ(a) = (1 − (1 − a/S)^S)/a. Each step sees H of a few examples alone, of
-others than the step before: they are drawn independently of p, so that what is expected of x stays the same. What their
-choice adds is measured by doing it again.
+which ends at x = reach^½·φ(A)·reach^½·g with A = reach^½·(H + hold)·reach^½ and φ(a) = (1 − (1 − a/S)^S)/a. A step sees
+H of a few examples alone. They are drawn independently of p, so the mean of x over such draws is the x of all examples;
+how far one run is from it shows in other runs. As in training, what counts is how many examples are seen in all,
+however many there are.
 
-Steps have momentum, as in training: with it they may be twenty times as long, up to a/S = 2(1 + β)/(1 − β).
+Where curvature is large, steps have momentum, which lets them be longer: up to a/S = 2(1 + β)/(1 − β).
 
 Reference: Robbins and Monro, *A stochastic approximation method*, 1951; Polyak, *Some methods of speeding up the
 convergence of iteration methods*, 1964.
@@ -18,8 +19,8 @@ convergence of iteration methods*, 1964.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,28 +32,33 @@ from jostle.curvature.gauss_newton import GaussNewton, tokens_of
 log = logging.getLogger("jostle")
 
 MOMENTUM = 0.9
+"""β. Without it steps end at a/S = 2, with it at 38."""
 
-FEWEST_STEPS = 64
-"""Over which momentum builds up, and after which (1 − a/S)^S is near to e⁻ᵃ wherever that is not 0."""
+FEWEST_STEPS, FEWEST_WITH_MOMENTUM = 64, 256
+"""With fewer, (1 − a/S)^S is not near to e⁻ᵃ; and momentum lags by nine steps, which has to be little of them all."""
 
-LONGEST = 12.0
-"""A step's length, a/S, in the direction of most curvature: 38 is where it would not be stable, but single batches
-have more curvature than their mean."""
+LONGEST, LONGEST_WITH_MOMENTUM = 1.0, 12.0
+"""a/S in the direction of most curvature: the few examples of a step may have several times the mean's."""
 
 STEP_TOKENS = {"cuda": 2048, "cpu": 512}
-"""Of how many tokens a step sees the curvature: fewer, and a GPU idles; more, and there is less choice of how many in
-all."""
+"""How many tokens the examples of a step have: with fewer, a GPU idles; with more, a run may see more than it needs."""
 
 GROWN = 1.5
-"""Without noise, p only shrinks, as the square of a norm weighs it: a run in which it has grown so much is no good."""
+"""Without chance, p only shrinks in the norm of training's metric. A run in which it has grown so much is lost."""
 
 POWER_STEPS, POWER_VECTORS = 8, 4
-"""Iterations by which the largest curvature is found, of a few vectors at once."""
+"""Iterations that find the largest curvature, each of so many vectors."""
+
+TOO_MANY = 1 << 22
+"""Steps: a run that is not stable by then has something else that is wrong."""
 
 
-@dataclass
+class NotFiniteError(Exception):
+    """Curvature is not finite, or so large that no steps are stable."""
+
+
 class Descents:
-    """Runs over random steps, each independent of the others, whose mean is the answer.
+    """Runs over random examples, independent of each other, whose mean is the answer.
 
     Args:
         curvature: H, within its context.
@@ -61,85 +67,92 @@ class Descents:
         seed: of the examples that steps see.
 
     Attributes:
-        steps: S; it doubles where a run was not stable, and stays so.
         examples: of a step.
+        steps: S. It doubles where a run was not stable, and stays so.
+        momentum: β.
     """
 
-    curvature: GaussNewton
-    reach: Float[Tensor, " weight"]
-    hold: Float[Tensor, " weight"]
-    seed: int = 0
-    steps: int = field(init=False)
-    examples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        data, kind = self.curvature.data, "cuda" if self.reach.is_cuda else "cpu"
-        self.examples = min(len(data), max(1, STEP_TOKENS[kind] // tokens_of(data)))
-        self._rng = np.random.default_rng((self.seed, 2))
-        largest = self._largest()
-        self.momentum = MOMENTUM if largest > 256 else 0.0
-        self.steps = max(256, int(np.ceil(largest / LONGEST))) if self.momentum else max(FEWEST_STEPS, int(np.ceil(largest)))
-        log.info("largest %.3g", largest)
-        log.info("%d steps of %d examples", self.steps, self.examples)
+    def __init__(
+        self, curvature: GaussNewton, reach: Float[Tensor, " weight"], hold: Float[Tensor, " weight"], *, seed: int = 0
+    ) -> None:
+        self._curvature, self._reach, self._hold = curvature, reach, hold
+        self._rng = np.random.default_rng((seed, 2))
+        data = curvature.data
+        self.examples = min(len(data), max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data)))
+        largest = self._largest(seed)
+        if not math.isfinite(largest):
+            raise NotFiniteError
+        plain = max(FEWEST_STEPS, math.ceil(largest / LONGEST))
+        self.momentum = MOMENTUM if plain > FEWEST_WITH_MOMENTUM else 0.0
+        self.steps = max(FEWEST_WITH_MOMENTUM, math.ceil(largest / LONGEST_WITH_MOMENTUM)) if self.momentum else plain
+        log.info("largest curvature %.3g: %d steps of %d examples", largest, self.steps, self.examples)
 
     @property
     def visits(self) -> int:
-        """How many examples a run looks at, with repetitions."""
+        """How many examples a run sees, repetitions counted."""
         return self.steps * self.examples
 
-    def run(
-        self,
-        gradients: Float[Tensor, "query weight"],
-        tell: Callable[[int], None] = lambda step: None,
+    @property
+    def exact(self) -> bool:
+        """Whether every step sees all examples, so that all runs are the same."""
+        return self.examples == len(self._curvature.data)
+
+    def __call__(
+        self, gradients: Float[Tensor, "query weight"], tell: Callable[[str], None] = lambda what: None
     ) -> Float[Tensor, "query weight"]:
-        """Return x of one run, for every query; with ``steps`` doubled until that is stable."""
+        """Return x of every query, by one run."""
         while True:
             found = self._run(gradients, tell)
             if found is not None:
                 return found
             self.steps *= 2
             log.info("not stable; going on with %d steps", self.steps)
+            if self.steps > TOO_MANY:
+                raise NotFiniteError
 
-    def _run(self, gradients: Tensor, tell: Callable[[int], None]) -> Tensor | None:
-        # Momentum that has not built up yet: what it leaves undone at the end, steps make up for.
-        MOMENTUM = self.momentum
-        undone = MOMENTUM * (1 - MOMENTUM**self.steps) / (1 - MOMENTUM)
-        pace = self.reach * ((1 - MOMENTUM) / (self.steps - undone))
+    def _run(self, gradients: Tensor, tell: Callable[[str], None]) -> Tensor | None:
+        # Of what momentum has taken up, the last steps have not moved on yet; a longer pace makes up for it.
+        undone = self.momentum * (1 - self.momentum**self.steps) / (1 - self.momentum)
+        pace = self._reach * ((1 - self.momentum) / (self.steps - undone))
         left, moving, found = gradients.clone(), torch.zeros_like(gradients), torch.zeros_like(gradients)
-        before = self._length(left)
-        for number, rows in enumerate(self._batches()):
-            moving.mul_(MOMENTUM).addcmul_(left, pace)
+        largest = GROWN * self._lengths(left)
+        for number, rows in enumerate(self._batches(), 1):
+            moving.mul_(self.momentum).addcmul_(left, pace)
             found += moving
-            left -= self.curvature(moving, rows=rows)
-            left.addcmul_(moving, self.hold, value=-1)
-            if number % 16 == 15 or number == self.steps - 1:
-                tell(number + 1)
-                if not bool((self._length(left) <= GROWN * before).all()):
+            left -= self._curvature(moving, rows=rows)
+            left.addcmul_(moving, self._hold, value=-1)
+            if number % 16 == 0 or number == self.steps:
+                tell(f"step {number} of {self.steps}")
+                if not (self._lengths(left) <= largest).all():
                     return None
         return found
 
-    def _length(self, vectors: Tensor) -> Float[Tensor, " query"]:
+    def _lengths(self, vectors: Tensor) -> Float[Tensor, " query"]:
         """In the norm of training's metric."""
-        return torch.stack([(self.reach * one.square()).sum() for one in vectors]).sqrt()
+        return torch.stack([(self._reach * one.square()).sum() for one in vectors]).sqrt()
 
     def _batches(self) -> Iterator[Int[np.ndarray, " row"]]:
         """All examples in a random order, then all again in another, as many at once as a step sees."""
-        count, order = len(self.curvature.data), np.empty(0, np.int64)
+        order = np.empty(0, np.int64)
         for _ in range(self.steps):
             while len(order) < self.examples:
-                order = np.concatenate([order, self._rng.permutation(count)])
+                order = np.concatenate([order, self._rng.permutation(len(self._curvature.data))])
             yield order[: self.examples]
             order = order[self.examples :]
 
-    def _largest(self) -> float:
-        """The largest eigenvalue of reach^½·(H + hold)·reach^½, of some examples, to a few percent."""
-        root = self.reach.sqrt()
-        generator = torch.Generator().manual_seed(self.seed)
-        vectors = torch.randn(POWER_VECTORS, len(root), generator=generator).to(root)
-        some = next(self.curvature.parts(self.curvature.data, self._rng.permutation(len(self.curvature.data))))
+    def _largest(self, seed: int) -> float:
+        """The largest eigenvalue of A, of some examples, to a few percent."""
+        root, generator = self._reach.sqrt(), torch.Generator().manual_seed(seed)
+        few = min(POWER_VECTORS, len(root))
+        vectors = torch.randn(few, len(root), generator=generator, dtype=root.dtype).to(root.device)
+        some = self._rng.permutation(len(self._curvature.data))[: 4 * self.examples]
+        values = torch.zeros(1)
         for _ in range(POWER_STEPS):
             vectors = torch.linalg.qr(vectors.T)[0].T
-            images = root * (self.curvature(root * vectors, rows=some) + self.hold * root * vectors)
+            scaled = root * vectors
+            images = root * (self._curvature(scaled, rows=some) + self._hold * scaled)
+            if not torch.isfinite(images).all():
+                return math.inf
             values = torch.linalg.eigvalsh(vectors @ images.T)
             vectors = images
         return float(values[-1])

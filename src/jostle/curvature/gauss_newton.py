@@ -120,9 +120,9 @@ class GaussNewton:
     def __call__(
         self, vectors: Float[Tensor, "vector weight"], *, rows: Int[np.ndarray, " row"] | None = None
     ) -> Float[Tensor, "vector weight"]:
-        """Return H·v of every vector; ``rows`` restricts the mean to some examples, whose shares then sum to 1."""
+        """Return H·v of every vector; of some ``rows`` alone, each counts for more by as much as there are fewer."""
         chosen = np.arange(len(self.data)) if rows is None else np.asarray(rows)
-        shares = self.shares if rows is None else self.shares / self.shares[chosen].sum() * self.shares.sum()
+        shares = self.shares * (len(self.data) / len(chosen))
         total = torch.zeros_like(vectors)
         inner = vectors.to(self.moving.center.dtype)
         for part in self.parts(self.data, chosen):

@@ -18,13 +18,13 @@ from jostle.config import fingerprint_names
 from jostle.data.datasets import Data, fingerprint_tensors, map_tensors
 from jostle.losses import Batch, Loss
 from jostle.models.checks import check_unchanged
-from jostle.models.functional import FunctionalModel
+from jostle.models.functional import FunctionalModel, free_memory
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
 
 BUFFER_BYTES = 2 << 30
-"""What the gradients that are held at once may take; those of more queries are taken block after block."""
-
+"""What the gradients that are held at once may take; those of more queries are taken block after block. Of a GPU's
+memory they may take a quarter of what is free."""
 
 PARTS = 16
 """In which squares of gradients are summed."""
@@ -157,12 +157,14 @@ class PerExample:
         scale: every gradient is multiplied by this, where it is set.
     """
 
-    def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, model: InPlace, loss: Loss, buffer_bytes: int | None = None) -> None:
         self._model, self._loss = model, loss
         self.moving, self.device = model.moving, model.device
         self._mapped, self._tried = True, list[Data]()
         self.scale: Float[Tensor, " weight"] | None = None
         row_bytes = model.moving.total * model.moving.dtype.itemsize
+        if buffer_bytes is None:
+            buffer_bytes = max(BUFFER_BYTES, (free_memory(model.device) or 0) // 4)
         # A quarter of the buffer for those that are being made, the rest for those that are held.
         self.at_once = min(examples_at_once(model.device), max(1, buffer_bytes // (4 * row_bytes)))
 

@@ -13,7 +13,7 @@ then raises the query's loss by ω·gᵢᵀx.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,31 +22,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jostle.curvature import conjugate_gradients
-from jostle.curvature.conjugate_gradients import Iterate
+from jostle.curvature.descent import Descents, NotFiniteError
 from jostle.curvature.gauss_newton import GaussNewton
-from jostle.curvature.preconditioners import KroneckerPreconditioner
-from jostle.errors import InputError
 from jostle.models.weights import MovingWeights
 
 Filter = Literal["descent", "minimum"]
 """φ: where training ends, or where it would stand still."""
 
-SHIFT, ONCE, TWICE = 2.538210, 0.962357, 4.242347
-"""(1 − e⁻ᵃ)/a = ONCE/(a + SHIFT) + TWICE/(a + SHIFT)² within 4 % for every a ≥ 0: the best of its kind. So the first
-filter takes two solutions of the second's kind, with 1/reach SHIFT times as large."""
+STILL = 4.0
+"""A descent that is held by 1/reach, too, and goes on for so many times as long has come to 1/(1 + a), within e⁻⁴."""
 
 DENSE = {"cpu": 2048, "cuda": 4096}
 """Weights up to which the matrix itself is the quicker way, and the exact one."""
-
-CLOSE = 0.05
-"""Solved: the estimated error of the scores is below this share of their spread, for every query."""
-
-SLOWEST = 0.95
-"""The convergence rate that is believed at most: a step that seems to change nothing may precede a large one."""
-
-Rows = Callable[[Float[Tensor, " weight"]], Iterable[Float[Tensor, "row weight"]]]
-"""Gives rows whose products sum to about SHS, block by block, for weights that are scaled by S."""
 
 
 @dataclass(frozen=True)
@@ -55,36 +42,30 @@ class Responses:
 
     Attributes:
         vectors: x of each query.
-        errors: the estimated error of gᵢᵀx: the root of its mean square over some training examples, for each query.
+        errors: the standard error of gᵢᵀx that chance leaves: the root of its mean square over some training examples,
+            for each query.
         spreads: the standard deviation of gᵢᵀx over the same examples.
-        residuals: of the last system: how much of the right-hand side is left, in the norm of D⁻¹, recomputed from x.
-        iterations: products with H that each query took; 0 where the matrix itself was inverted.
+        runs: of whose results x is the mean; 0 where the matrix itself was inverted.
+        visits: how many training examples were seen in them, repetitions counted.
     """
 
     vectors: Float[Tensor, "query weight"]
     errors: Float[np.ndarray, " query"]
     spreads: Float[np.ndarray, " query"]
-    residuals: Float[np.ndarray, " query"]
-    iterations: int
-
-    @property
-    def solved(self) -> np.ndarray:
-        """Whether each query is solved."""
-        return (self.errors <= CLOSE * self.spreads) & np.isfinite(self.residuals)
+    runs: int = 0
+    visits: int = 0
 
 
 class Response:
-    """Solves for queries, a block of them at a time.
+    """Answers queries, a block of them at a time.
 
     Args:
         curvature: H, within its context.
         reach: how far training moves each weight; 0 where it never moved.
         hold: the curvature that weight decay adds.
         filter: φ.
-        rows: for the preconditioner; None for none but the diagonal one.
-        probes: gradients of some training examples, by whose scores convergence is judged.
-        exact: the same H in full precision, where ``curvature`` has less: what is left by it is solved for once more.
-        examples: those of ``curvature``'s data that H is the mean over; None for all.
+        probes: gradients of some training examples, by whose scores the error is judged.
+        seed: of what chance decides.
     """
 
     def __init__(
@@ -94,94 +75,50 @@ class Response:
         hold: Float[Tensor, " weight"],
         *,
         filter: Filter,
-        rows: Rows | None,
         probes: Float[Tensor, "probe weight"],
-        exact: GaussNewton | None = None,
-        examples: np.ndarray | None = None,
+        seed: int = 0,
     ) -> None:
-        self._curvature, self._reach, self._hold, self._filter = curvature, reach, hold, filter
-        self._probes, self._exact, self._examples = probes, exact, examples
-        moving = curvature.moving
-        self.dense = is_small(moving)
-        if self.dense:
-            self._values, self._vectors = self._decomposed()
+        self._probes, self._filter = probes, filter
+        self._dense = is_small(curvature.moving)
+        if self._dense:
+            self._root = reach.double().sqrt()
+            matrix = curvature.dense().double()
+            matrix.diagonal().add_(hold)
+            if not torch.isfinite(matrix).all():
+                raise NotFiniteError
+            self._values, self._basis = torch.linalg.eigh(self._root[:, None] * matrix * self._root)
             return
-        self._moves = reach > 0
-        shift = SHIFT if filter == "descent" else 1.0
-        self._unit = torch.where(self._moves, (hold + shift / reach.clamp(min=_tiny(reach))).rsqrt(), 0.0)
-        kept = self._unit
-        self._preconditioner = None if rows is None else KroneckerPreconditioner(moving, lambda: rows(kept))
+        if filter == "minimum":
+            held = torch.where(reach > 0, 1 / reach.clamp(min=torch.finfo(reach.dtype).tiny), 0.0)
+            reach, hold = STILL * reach, hold + held
+        self._descents = Descents(curvature, reach, hold, seed=seed)
 
     def __call__(
         self,
         gradients: Float[Tensor, "query weight"],
         *,
-        iterations: int,
+        within: float,
+        runs: int,
         tell: Callable[[str], None] = lambda what: None,
     ) -> Responses:
-        """Return what these gradients ask for, by about so many products with H at most."""
-        if self.dense:
+        """Return what these gradients ask for, by so many runs or until errors are ``within`` a share of spreads."""
+        if self._dense:
             return self._by_matrix(gradients)
-        if self._filter == "descent":  # two solutions
-            iterations = max(1, iterations // 2)
-        vectors, judged = self._solve(gradients, iterations, tell)
-        errors, residuals, taken = judged.errors, judged.residuals, judged.iterations
-        if self._filter == "descent":
-            inner = torch.where(self._moves, vectors / self._reach.clamp(min=_tiny(self._reach)), 0.0)
-            twice, again = self._solve(inner, iterations, tell)
-            vectors = vectors.mul_(ONCE).add_(twice, alpha=TWICE)
-            errors = np.hypot(ONCE * errors, TWICE * again.errors)
-            residuals, taken = again.residuals, taken + again.iterations
-        return Responses(vectors, errors, self._spreads(vectors), residuals, taken)
-
-    def _solve(self, right: Tensor, iterations: int, tell: Callable[[str], None]) -> tuple[Tensor, _Judged]:
-        """(H + D)⁻¹ of each row, and how near it is."""
-        unit, judged = self._unit, _Judged(self._probes, self._unit)
-
-        def product(vectors: Tensor, curvature: GaussNewton = self._curvature) -> Tensor:
-            found = vectors + unit * curvature(unit * vectors, rows=self._examples)
-            if not torch.isfinite(found).all():
-                raise InputError(
-                    "loss",
-                    got="products with its curvature that are not finite",
-                    expected="a loss with finite gradients and curvature at every training example",
-                )
-            return found
-
-        def enough(iterate: Iterate) -> bool:
-            share = judged(iterate)
-            tell(f"iteration {iterate.iterations}: scores are known to {100 * share:.3g} % of their spread")
-            return share <= CLOSE / 2
-
-        scaled = unit * right
-        iterate = conjugate_gradients.solve(
-            product, scaled, preconditioner=self._preconditioner, iterations=iterations, enough=enough
-        )
-        solutions = iterate.solutions
-        if self._exact is None:
-            left = scaled - product(solutions)
-        else:
-            # Rounded products lead elsewhere, which their own residuals do not see; how far is counted as an error.
-            left = scaled - self._exactly(product, solutions)
-            correction = conjugate_gradients.solve(
-                product, left, preconditioner=self._preconditioner, iterations=max(1, judged.iterations // 2)
-            ).solutions
-            judged.errors = np.hypot(judged.errors, judged.size_of(correction))
-            solutions = solutions + correction
-            left = scaled - self._exactly(product, solutions)
-        judged.residuals = (left.norm(dim=1) / scaled.norm(dim=1).clamp(min=_tiny(scaled))).cpu().numpy()
-        return unit * solutions, judged
-
-    def _exactly(self, product: Callable[..., Tensor], vectors: Tensor) -> Tensor:
-        assert self._exact is not None
-        with self._exact:
-            return product(vectors, self._exact)
-
-    def _decomposed(self) -> tuple[Tensor, Tensor]:
-        root = self._reach.double().sqrt()
-        matrix = self._curvature.dense(rows=self._examples).double()
-        matrix.diagonal().add_(self._hold)
-        return torch.linalg.eigh(root[:, None] * matrix * root)
+        descents, vectors, taken = self._descents, torch.zeros_like(gradients), _Runs()
+        known = "the first run"
+        while taken.runs < runs:
+            found = descents(gradients, lambda what, known=known: tell(f"{known}, {what}"))
+            taken.add(self._scores(found), descents.visits)
+            vectors += (found - vectors) * (descents.visits / taken.visits)
+            del found
+            errors, spreads = taken.errors(), _spread(self._scores(vectors))
+            if descents.exact:
+                errors = np.zeros(len(gradients))
+            share = float((errors / np.maximum(spreads, np.finfo(np.float64).tiny)).max())
+            if share <= within:
+                break
+            known = f"run {taken.runs + 1}, scores known to {share:.2g} of their spread" if taken.runs > 1 else "run 2"
+        return Responses(vectors, errors, spreads, taken.runs, taken.visits)
 
     def _by_matrix(self, gradients: Tensor) -> Responses:
         values = self._values.clamp(min=0)
@@ -189,47 +126,41 @@ class Response:
             kept = torch.where(values > 1e-6, -torch.expm1(-values) / values.clamp(min=1e-6), 1 - values / 2)
         else:
             kept = 1 / (1 + values)
-        root = self._reach.double().sqrt()
-        vectors = ((gradients * root) @ self._vectors * kept @ self._vectors.T * root).to(gradients.dtype)
-        none = np.zeros(len(gradients))
-        return Responses(vectors, none, self._spreads(vectors), none, 0)
+        scaled = (gradients * self._root) @ self._basis
+        vectors = (scaled * kept @ self._basis.T * self._root).to(gradients.dtype)
+        return Responses(vectors, np.zeros(len(gradients)), _spread(self._scores(vectors)))
 
-    def _spreads(self, vectors: Tensor) -> Float[np.ndarray, " query"]:
-        return _spread((self._probes @ vectors.T.to(self._probes.dtype)).double()).cpu().numpy()
+    def _scores(self, vectors: Float[Tensor, "query weight"]) -> Float[np.ndarray, "probe query"]:
+        return (self._probes @ vectors.T.to(self._probes.dtype)).double().cpu().numpy()
 
 
-class _Judged:
-    """How far scores of some examples are from where conjugate gradients will lead them.
+class _Runs:
+    """Scores by single runs, whose differences tell how far their mean is from what it would become."""
 
-    Steps shrink by about one factor, so that what is left to come is a geometric series.
-    """
+    def __init__(self) -> None:
+        self._scores: list[Float[np.ndarray, "probe query"]] = []
+        self._visits: list[int] = []
 
-    def __init__(self, probes: Float[Tensor, "probe weight"], unit: Float[Tensor, " weight"]) -> None:
-        self._probes, self._unit = probes, unit
-        self._before: Tensor | None = None
-        self._step: Tensor | None = None
-        self.errors = np.zeros(0)
-        self.residuals = np.zeros(0)
-        self.iterations = 0
+    @property
+    def runs(self) -> int:
+        return len(self._scores)
 
-    def __call__(self, iterate: Iterate) -> float:
-        """Look at an iterate; return the largest error of a query as a share of the spread of its scores."""
-        self.iterations = iterate.iterations
-        scores = self._scores(iterate.solutions)
-        step = (scores - (0 if self._before is None else self._before)).square().mean(0).sqrt()
-        spread = _spread(scores).clamp(min=_tiny(scores))
-        rate = torch.full_like(step, SLOWEST) if self._step is None else step / self._step.clamp(min=_tiny(step))
-        rate = rate.clamp(max=SLOWEST)
-        self.errors = (step * torch.maximum(rate / (1 - rate), torch.ones_like(rate))).cpu().numpy()
-        self._before, self._step = scores, step
-        return float((torch.from_numpy(self.errors) / spread.cpu()).max())
+    @property
+    def visits(self) -> int:
+        return sum(self._visits)
 
-    def size_of(self, vectors: Float[Tensor, "query weight"]) -> Float[np.ndarray, " query"]:
-        """The root mean square of what vectors give as scores."""
-        return self._scores(vectors).square().mean(0).sqrt().cpu().numpy()
+    def add(self, scores: Float[np.ndarray, "probe query"], visits: int) -> None:
+        self._scores.append(scores)
+        self._visits.append(visits)
 
-    def _scores(self, vectors: Tensor) -> Float[Tensor, "probe query"]:
-        return (self._probes @ (self._unit * vectors).T.to(self._probes.dtype)).double()
+    def errors(self) -> Float[np.ndarray, " query"]:
+        """The standard error of the mean, by queries: the variance of a run is as 1/visits."""
+        if self.runs < 2:
+            return np.full(self._scores[0].shape[1], np.inf)
+        scores, visits = np.stack(self._scores), np.array(self._visits, np.float64)
+        mean = np.average(scores, axis=0, weights=visits)
+        of_a_visit = (visits[:, None] * np.square(scores - mean).mean(1)).sum(0) / (self.runs - 1)
+        return np.sqrt(of_a_visit / self.visits)
 
 
 def is_small(moving: MovingWeights) -> bool:
@@ -237,10 +168,6 @@ def is_small(moving: MovingWeights) -> bool:
     return moving.total <= DENSE["cuda" if moving.center.is_cuda else "cpu"]
 
 
-def _spread(scores: Float[Tensor, "probe query"]) -> Float[Tensor, " query"]:
+def _spread(scores: Float[np.ndarray, "probe query"]) -> Float[np.ndarray, " query"]:
     """The standard deviation; of a single score, its size."""
-    return scores.std(0) if len(scores) > 1 else scores[0].abs()
-
-
-def _tiny(values: Tensor) -> float:
-    return torch.finfo(values.dtype).tiny
+    return scores.std(0, ddof=1) if len(scores) > 1 else np.abs(scores[0])

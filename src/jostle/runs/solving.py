@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -16,8 +17,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from jostle.chains.progress import telling
+from jostle.curvature.descent import NotFiniteError
 from jostle.curvature.gauss_newton import PASS_TOKENS, GaussNewton, tokens_of
-from jostle.curvature.labels import loss_counts, of_the_first, relabelled, these
+from jostle.curvature.labels import loss_counts, of_the_first, these
 from jostle.curvature.per_example import PerExample, fingerprints_of
 from jostle.curvature.response import Filter, Response, Responses, is_small
 from jostle.data.datasets import Collate, Data
@@ -33,11 +35,16 @@ from jostle.training.moments import estimate_second_moments
 
 log = logging.getLogger("jostle")
 
-ITERATIONS = 100
-"""Products with the curvature that a query may take, if it is not solved before."""
+WITHIN = 0.1
+"""The share of the spread of a query's effects that chance may leave as their error. It is independent of the effects:
+a tenth lowers a correlation with them by half a percent, and a twentieth would take four times as long."""
 
-LABELLED = 1024
-"""Examples for which a label is drawn; its gradients make the preconditioner."""
+RUNS = 16
+"""Of which an answer is the mean, at most."""
+
+ROUNDED = 0.05
+"""By how much products in bfloat16 may differ from those in full precision, for the first few queries. Most of it is
+chance again, and differs from step to step."""
 
 PROBES = 64
 """Training examples by whose scores it is judged whether a query is solved."""
@@ -50,8 +57,8 @@ FEWEST_PROBES = 8
 QUERY_BYTES = 4 << 30
 """What vectors of the queries that are solved at once may take in a machine's memory; of a GPU's, half of the free."""
 
-VECTORS = 12
-"""Vectors that conjugate gradients hold for each query."""
+VECTORS = 8
+"""Vectors that a run holds for each query."""
 
 MOST_QUERIES = 256
 """That are solved together: of more, what they have in common costs more than it saves."""
@@ -64,12 +71,11 @@ class Solution:
     Attributes:
         effects: the rise of each query's loss, in nats, if a training example had been left out: positive means that it
             helped. Left out is: its loss has weight 0, all else stays.
-        errors: of the effects of each query, how far the solver may be from its solution: a root mean square, in nats.
-            What the theory itself leaves out (docs/solve.md) is not in it.
+        errors: of the effects of each query, the standard error that chance leaves, in nats: a root mean square over
+            some examples. What the theory itself leaves out (docs/solve.md) is not in it.
         spreads: the standard deviation of each query's effects, over some of the examples, each counted by the mean
             share.
-        residuals: what is left of each query's equations, relative, in the norm of training's metric.
-        solved: whether each query's error is below 5 % of the spread of its effects.
+        solved: whether each query's error is below what was asked for, a share of the spread of its effects.
         tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect.
             Tokens without a loss have 0. None where they were not asked for.
         moments: the optimizer's second moments beside those estimated at the checkpoint, for each tensor.
@@ -79,7 +85,6 @@ class Solution:
     effects: Float[np.ndarray, "train query"]
     errors: Float[np.ndarray, " query"]
     spreads: Float[np.ndarray, " query"]
-    residuals: Float[np.ndarray, " query"]
     solved: np.ndarray
     tokens: list[Float[np.ndarray, "token query"]] | None = None
     moments: list[MomentComparison] = field(default_factory=list)
@@ -148,8 +153,8 @@ def solve(
     collate: Collate | None = None,
     filter: Filter = "descent",
     tokens: bool = False,
-    curvature_examples: int | None = None,
-    iterations: int = ITERATIONS,
+    within: float = WITHIN,
+    runs: int = RUNS,
     seed: int = 0,
     progress: bool = False,
 ) -> Solution:
@@ -170,10 +175,10 @@ def solve(
         collate: makes a batch of a list of samples.
         filter: "descent", where training ends, or "minimum", where it would stand still.
         tokens: return what each training token does, too.
-        curvature_examples: so many training examples, drawn at random, stand for all in the curvature: quicker, and
-            less exact. Default: all.
-        iterations: products with the curvature that a query may take, about.
-        seed: of what is drawn: batches of second moments, labels, examples.
+        within: how well effects shall be known: each query's error as a share of the spread of its effects. Half of it
+            takes four times as long.
+        runs: stop after so many in any case; each repeats training once, backwards.
+        seed: of what is drawn.
         progress: show it.
 
     Raises:
@@ -188,9 +193,11 @@ def solve(
     started = time.perf_counter()
     if filter not in get_args(Filter):
         raise InputError("filter", got=repr(filter), expected=" or ".join(map(repr, get_args(Filter))))
-    for name, value, least in (("iterations", iterations, 1), ("seed", seed, 0)):
+    for name, value, least in (("runs", runs, 2), ("seed", seed, 0)):
         if not isinstance(value, int | np.integer) or value < least:
             raise InputError(name, got=repr(value), expected=f"a whole number from {least}")
+    if not within > 0:
+        raise InputError("within", got=within, expected="a share of the spread above 0")
     training.check(model)
     loss = loss or classification_loss()
     if weights is None:
@@ -205,37 +212,36 @@ def solve(
     work = _Work(model, weights, moving, loss, sets["train"], sets["query"], training, filter, seed)
     with eval_mode(model), telling(progress) as tell:
         moments = work.measure(tell, tokens)
-        found = list(work.answers(tokens, curvature_examples, iterations, tell))
+        found = list(work.answers(tokens, within, runs, tell))
     effects, by_token = np.concatenate([one[1] for one in found], axis=1), None
     if tokens:
         by_token = [np.concatenate(parts, axis=1) for parts in zip(*(one[2] for one in found), strict=True)]
     responses = [one[0] for one in found]
-    errors, spreads, residuals, solved = (
-        np.concatenate([getattr(one, name) for one in responses])
-        for name in ("errors", "spreads", "residuals", "solved")
-    )
     share = float(work.shares.mean())
+    errors, spreads = (
+        share * np.concatenate([getattr(one, name) for one in responses]) for name in ("errors", "spreads")
+    )
+    solved = errors <= within * spreads
     solution = Solution(
-        effects, errors * share, spreads * share, residuals, solved, by_token, moments,
+        effects, errors, spreads, solved, by_token, moments,
         {
             "fingerprints": {
                 **{name: data.fingerprint() for name, data in sets.items()}, **fingerprints_of(model, moving)
             },
             "training": training.to_dict(),
             "filter": filter,
-            "iterations": max(one.iterations for one in responses),
-            "curvature_examples": curvature_examples or len(sets["train"]),
+            "within": within,
+            "runs": max(one.runs for one in responses),
+            "passes": max(one.visits for one in responses) / len(sets["train"]),
             "seed": seed,
             "seconds": time.perf_counter() - started,
         },
     )  # fmt: skip
     if not solved.all():
         few = np.flatnonzero(~solved)[:5]
-        named = ", ".join(
-            f"{j} (error {errors[j] / max(spreads[j], 1e-300):.0%} of the spread, residual {residuals[j]:.2g})"
-            for j in few
-        ) + (", ..." if (~solved).sum() > len(few) else "")
-        warn(f"{(~solved).sum()} of {len(solved)} queries are not solved: {named}; raise iterations", EstimateWarning)
+        named = ", ".join(f"{j} (error {errors[j] / max(spreads[j], 1e-300):.0%} of the spread)" for j in few)
+        more = ", ..." if (~solved).sum() > len(few) else ""
+        warn(f"{(~solved).sum()} of {len(solved)} queries are not solved: {named}{more}; raise runs", EstimateWarning)
     return solution
 
 
@@ -252,7 +258,6 @@ class _Work:
     training: Training
     filter: Filter
     seed: int
-    _labelled: Data | None = None
 
     def measure(self, tell: Callable[[str], None], tokens: bool) -> list[MomentComparison]:
         """Learn what training was in this model's weights: reach, hold, and each example's share."""
@@ -286,23 +291,18 @@ class _Work:
         return rows
 
     def answers(
-        self, tokens: bool, curvature_examples: int | None, iterations: int, tell: Callable[[str], None]
+        self, tokens: bool, within: float, runs: int, tell: Callable[[str], None]
     ) -> Iterator[tuple[Responses, Float[np.ndarray, "train query"], list[np.ndarray]]]:
         """Give responses, effects and effects of tokens, of a block of queries after another."""
-        examples = self._drawn(curvature_examples)
         probes = self._probes()
-        shares = self.shares / self.shares.sum()
-        exact = GaussNewton(self.model, self.weights, self.loss, self.train, shares=shares)
-        rounded = None
-        if self._may_be_rounded():
-            rounded = GaussNewton(self.model, self.weights, self.loss, self.train, shares=shares, dtype=torch.bfloat16)
-        curvature = rounded or exact
+        exact = GaussNewton(self.model, self.weights, self.loss, self.train, shares=self.shares / self.shares.sum())
+        curvature = self._rounded(exact, probes)
         with curvature:
             tell("the curvature")
-            response = Response(
-                curvature, self.reach, self.hold, filter=self.filter, rows=self._label_rows, probes=probes,
-                exact=exact if rounded else None, examples=examples,
-            )  # fmt: skip
+            with self._naming_what_is_not_finite():
+                response = Response(
+                    curvature, self.reach, self.hold, filter=self.filter, probes=probes, seed=self.seed
+                )  # fmt: skip
         for block in self._blocks():
             tell(f"queries {block.start} to {block.stop - 1}")
             with InPlace(self.model, self.moving) as model:
@@ -317,8 +317,8 @@ class _Work:
                 tell(f"queries {block.start} to {block.stop - 1} of {len(self.query)}, {what}")
 
             by_token: list[np.ndarray] = []
-            with curvature:
-                found = response(gradients, iterations=iterations, tell=told)
+            with curvature, self._naming_what_is_not_finite():
+                found = response(gradients, within=within, runs=runs, tell=told)
             del gradients
             if tokens:
                 with exact:
@@ -331,12 +331,35 @@ class _Work:
             return False
         return LanguageHead.of(self.loss, self.model, self.train.batch(range(1))) is not None
 
-    def _drawn(self, count: int | None) -> np.ndarray | None:
-        if count is None or count >= len(self.train):
-            return None
-        if count < 1:
-            raise InputError("curvature_examples", got=count, expected="a positive number of examples")
-        return np.sort(np.random.default_rng(self.seed).permutation(len(self.train))[:count])
+    def _rounded(self, exact: GaussNewton, probes: Float[Tensor, "probe weight"]) -> GaussNewton:
+        """The same products in bfloat16, where they may be and are nearly the same."""
+        if not self._may_be_rounded():
+            return exact
+        rounded = GaussNewton(
+            self.model, self.weights, self.loss, self.train, shares=exact.shares, dtype=torch.bfloat16
+        )  # fmt: skip
+        few, found = self.reach * probes[:FEWEST_PROBES], []
+        for curvature in (exact, rounded):
+            with curvature:
+                found.append(self.reach.sqrt() * curvature(few, rows=np.arange(min(FEWEST_PROBES, len(self.train)))))
+        differ = float((found[1] - found[0]).norm() / found[0].norm())
+        log.info("products in bfloat16 differ by %.2g", differ)
+        return rounded if differ <= ROUNDED else exact
+
+    @contextlib.contextmanager
+    def _naming_what_is_not_finite(self) -> Iterator[None]:
+        """Say which example it is that has made the curvature what it is."""
+        try:
+            yield
+        except NotFiniteError:
+            with InPlace(self.model, self.moving) as model:
+                for some, rows in PerExample(model, self.loss)(self.train, range(len(self.train))):
+                    bad = torch.isfinite(rows).all(1).logical_not().nonzero()
+                    if len(bad):
+                        got = f"example {some[int(bad[0, 0])]}, whose gradient is not finite"
+                        raise InputError("train", got=got, expected="finite gradients", fix="leave it out") from None
+            got = "a curvature that is not finite, or of which no length of steps is stable"
+            raise InputError("loss", got=got, expected="finite curvature at every training example") from None
 
     def _probes(self) -> Float[Tensor, "probe weight"]:
         """Gradients of some training examples."""
@@ -351,23 +374,6 @@ class _Work:
             for place, rows in each(some, range(count)):
                 probes[place.start : place.stop] = rows
         return probes
-
-    def _label_rows(self, unit: Tensor) -> Iterable[Float[Tensor, "row weight"]]:
-        """Gradients of drawn labels, scaled: their products sum to about SHS. None for a loss without labels."""
-        if not hasattr(self.loss, "draw_labels"):
-            return
-        places = self._drawn(LABELLED)
-        data = self.train if places is None else these(self.train, places)
-        shares = self.shares if places is None else self.shares[places]
-        counts = self.counts if places is None else self.counts[places]
-        scale = torch.from_numpy(np.sqrt(shares / shares.sum() * counts)).to(unit)
-        with InPlace(self.model, self.moving) as model:
-            each = PerExample(model, self.loss)
-            each.scale = unit
-            if self._labelled is None:  # asked for twice, and drawn once
-                (self._labelled,) = relabelled(model, self.loss, data, 1, self.seed)
-            for some, rows in each(self._labelled, range(len(data))):
-                yield rows * scale[some.start : some.stop, None]
 
     def _blocks(self) -> Iterator[range]:
         """Queries that are solved together."""
@@ -385,12 +391,7 @@ class _Work:
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             for some, rows in each(self.train, range(len(self.train))):
-                found = (rows @ vectors.T).float().cpu().numpy()
-                bad = ~np.isfinite(found).all(1)
-                if bad.any():
-                    got = f"example {some[int(np.flatnonzero(bad)[0])]}, whose gradient is not finite"
-                    raise InputError("train", got=got, expected="finite gradients", fix="leave it out")
-                effects[some.start : some.stop] = found
+                effects[some.start : some.stop] = (rows @ vectors.T).float().cpu().numpy()
         return effects * self.shares[:, None].astype(np.float32)
 
     def _token_effects(self, exact: GaussNewton, vectors: Tensor) -> list[Float[np.ndarray, "token query"]]:
