@@ -271,7 +271,7 @@ def test_rows_shares_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     with GaussNewton(model, "all", jostle.losses.next_token(), data, shares=shares) as found:
         assert [list(part) for part in found.parts(data)] == [[1], [3], [0], [2]]
         assert close(found(vectors), vectors @ curvature_of_language(model, shares), SINGLE)
-        some = np.array([0, 1.6 * 0.5 / 1.2, 0, 1.6 * 0.7 / 1.2])  # two of them, in place of all
+        some = np.array([0, 2 * 0.5, 0, 2 * 0.7])  # two of four, in place of all
         assert close(found(vectors, rows=np.array([3, 1])), vectors @ curvature_of_language(model, some), SINGLE)
 
 

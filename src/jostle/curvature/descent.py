@@ -43,7 +43,7 @@ LONGEST, LONGEST_WITH_MOMENTUM = 1.0, 12.0
 STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 """How many tokens the examples of a step have: with fewer, a GPU idles; with more, a run may see more than it needs."""
 
-GROWN = 1.5
+GROWN = 4.0
 """Without chance, p only shrinks in the norm of training's metric. A run in which it has grown so much is lost."""
 
 POWER_STEPS, POWER_VECTORS = 8, 4

@@ -105,6 +105,7 @@ class Response:
         if self._dense:
             return self._by_matrix(gradients)
         descents, vectors, taken = self._descents, torch.zeros_like(gradients), _Runs()
+        errors = spreads = np.zeros(len(gradients))
         known = "the first run"
         while taken.runs < runs:
             found = descents(gradients, lambda what, known=known: tell(f"{known}, {what}"))
