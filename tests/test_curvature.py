@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,30 @@ def test_language_models(name: str, attention: str) -> None:
     if name == "gpt2":  # and not what it would be with every token scored
         _, other = products(model, loss, [{"input_ids": one["input_ids"]} for one in sequences()])
         assert not close(other, truth, 0.05)
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_layer_by_layer(name: str) -> None:
+    """As the model as a whole, with one function for all layers that are alike."""
+    model, data = language_model(name), Data(sequences(), "train")
+    vectors = torch.randn(3, MovingWeights(model, "all").total, dtype=torch.float64)
+    with GaussNewton(model, "all", jostle.losses.next_token(), data) as found:
+        view = found.view
+        assert isinstance(view, gauss_newton._LanguageModel)
+        assert view._layers is not None
+        assert view._layers._like == ([0, 1] if name == "gemma2" else [0, 0])  # of gemma's, one looks back less far
+        by_layers = found(vectors)
+        view._layers = None
+        assert close(by_layers, found(vectors), 1e-9)
+
+
+def test_layers_that_are_no_chain(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = language_model("tied llama")
+    model.model.layers[1].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight
+    with caplog.at_level("INFO", "jostle"):
+        vectors, found = products(model, jostle.losses.next_token(), sequences())
+    assert "the model is not taken layer by layer (layers share weights)" in caplog.text
+    assert close(found, vectors @ curvature_of_language(model), SINGLE)
 
 
 def test_adapters() -> None:
@@ -649,8 +674,9 @@ def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with GaussNewton(model, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
         monkeypatch.setattr(compiled.Compiled, "__call__", traced)
         assert close(found(vectors), vectors @ curvature_of_language(model), SINGLE)
-    assert set(graphs) == {"moved", "pulled", "curved"}
-    for graph in graphs["moved"] + graphs["pulled"] + graphs["curved"]:
+    assert set(graphs) == {"layer 0 moved", "layer 0 pulled", "curved"}
+    assert len(graphs["layer 0 moved"]) > 1  # of both layers
+    for graph in itertools.chain.from_iterable(graphs.values()):
         assert "_efficientzerotensor" not in graph.code
     # It would be there, and be read from where nothing is.
     plain = make_fx(lambda x: torch.func.jvp(lambda w: (w * x, x), (x,), (x,))[1])(torch.ones(2))

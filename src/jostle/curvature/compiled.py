@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 log = logging.getLogger("jostle")
 
-WORTH_IT = 60.0
+WORTH_IT = 15.0
 """Seconds that a function must have taken, with inputs of one shape, before it is compiled: about what that takes."""
 
 _WITH_MEMORY: dict[Any, Callable[..., Any]] = {

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from jostle.curvature.compiled import Compiled
 from jostle.curvature.jacobians import WAYS, ForwardMode
+from jostle.curvature.layers import Layers
 from jostle.curvature.stand_ins import recorder, replayer
 from jostle.data.datasets import Data
 from jostle.errors import InputError
@@ -252,6 +253,7 @@ def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) ->
     if head is not None:
         language = _LanguageModel(model, loss, head, head_bytes, untrained)
         _choose_way(language, model, loss, data)
+        language.go_by_layers(data)
         return language
     view = _Outputs(model, loss, untrained)
     _choose_way(view, model, loss, data)
@@ -392,16 +394,44 @@ class _LanguageModel(_View):
     ) -> None:
         self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
         self._compiled = Compiled(model.device)
+        self._layers: Layers | None = None
         moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
         self._weight, self._bias = (
             moving.slices.get(named.get(id(value), "")) for value in (head.linear.weight, head.linear.bias)
         )
+
+    @torch.no_grad()
+    def go_by_layers(self, data: Data) -> None:
+        """Take the body layer by layer, where it is a chain of them, and that gives the same."""
+        if type(self.way) is not ForwardMode:
+            return
+        model, generator = self._model, torch.Generator().manual_seed(0)
+        vectors = torch.randn(2, model.moving.total, generator=generator).to(model.moving.center)
+        batch = data.batch(range(min(2, len(data))))
+        moved = self._moved(vectors, batch)[1]
+        pulled = self._pulled(moved, batch)
+        try:
+            layers = Layers(model, self._head.states, Layers.found_in(model.model), self._compiled)
+            found = layers.moved(_trained(vectors, self._untrained), batch)[1], layers.pulled(moved, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # layers may be anything
+            log.info("the model is not taken layer by layer (%s)", str(error).partition("\n")[0][:150])
+            return
+        tolerance = 1e-3 if model.tolerance < 1e-3 else model.tolerance
+        pairs = zip(found, (moved, pulled), strict=True)
+        if all((one - whole).norm() <= tolerance * whole.norm() for one, whole in pairs):
+            self._layers = layers
+        else:
+            log.info("the model is not taken layer by layer (that gives other numbers)")
 
     def _body(self, batch: Batch) -> Callable[[Tensor], Tensor]:
         return lambda flat: self._model.call(lambda model, batch: self._head.states(model, batch), flat, batch)
 
     def _moved(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The states that the head reads, and how they change along each vector."""
+        if self._layers is not None:
+            return self._layers.moved(_trained(vectors, self._untrained), batch)
 
         def passes(vectors: Tensor, center: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             body = self._body(batch)
@@ -411,6 +441,8 @@ class _LanguageModel(_View):
 
     def _pulled(self, curved: Float[Tensor, "vector sample token width"], batch: Batch) -> Tensor:
         """What changes of the states weigh in the weights: their transposed Jacobian."""
+        if self._layers is not None:
+            return self._layers.pulled(curved, batch)
 
         def passes(curved: Tensor, center: Tensor, batch: Batch) -> Tensor:
             return self.way.pulled(self._body(batch), center, curved)
