@@ -3,12 +3,13 @@
     python -m experiments.solve_language prepare --model stories15M --texts articles.jsonl.xz --work work
     python -m experiments.solve_language bank --model stories15M --work work
     python -m experiments.solve_language methods --model stories15M --work work --record record.json
+    python -m experiments.solve_language methods --only long --model stories15M --work work --record times.json
 
 `prepare` writes tokens, `bank` trains once with every text and once without each of 100 random sets of 2 % of them
 (same seed, same order: a text that is left out has weight 0 in its batch), and keeps the queries' losses in
 `experiments/banks/language`, where those of "wikipedia" are; `methods` compares methods with them. On "wikipedia"
-settings are chosen; "pile" is for reporting, and looked at once. Training is in float32, so that the same training
-comes out the same.
+settings are chosen; "pile" is for reporting, and looked at once; "long" has no bank and is for seconds. Training is
+in float32, so that the same training comes out the same.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Model:
     """What is trained on, and how: all weights, by AdamW, the mean over each sequence's tokens, then over the batch."""
 
     purpose: str
-    """"choosing" or "reporting"."""
+    """"choosing", "reporting", or "timing"."""
     seed: int
     rates_tried: Sequence[float]
     """Learning rates, largest first: trained with is the first of which the truth is steady (`steady_rate`)."""
@@ -87,6 +88,10 @@ MODELS = {
     "pile": Model(
         purpose="reporting", seed=1, rates_tried=(2e-4, 1e-4, 5e-5, 2e-5), epochs=3, batch_size=16, weight_decay=0.1,
         warmup=0.1, clip_norm=1.0,
+    ),
+    "long": Model(
+        purpose="timing", seed=0, rates_tried=(1e-4,), epochs=1, batch_size=32, weight_decay=0.01, train=4096,
+        queries=64, length=256,
     ),
 }  # fmt: skip
 DAMPINGS = (None, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -251,14 +256,17 @@ def bank(about: Model, name: str, arguments: argparse.Namespace) -> None:
 
 
 class Trial:
-    """What every method is given: the trained model, its training, the changes that really came."""
+    """What every method is given: the trained model, its training, and the changes that really came (None: no bank)."""
 
     def __init__(self, about: Model, name: str, arguments: argparse.Namespace) -> None:
-        training, kept = trained(about, name, arguments), np.load(BANKS / f"{name}.npz")
-        every, losses, training.rate = drops(about), kept["losses"], float(kept["rate"])
-        self.left_out, self.changes = 1 - every[1:], losses[1:, None] - losses[0]
-        again = training(every[0])
-        self.repeated = float(np.abs(again - losses[0]).max())
+        training, path, every = trained(about, name, arguments), BANKS / f"{name}.npz", drops(about)
+        kept = np.load(path) if about.purpose != "timing" else None
+        training.rate = float(kept["rate"]) if kept is not None else about.rates_tried[0]
+        again, self.repeated, self.changes = training(every[0]), 0.0, None
+        if kept is not None:
+            losses = kept["losses"]
+            self.left_out, self.changes = 1 - every[1:], losses[1:, None].astype(np.float64) - losses[0]
+            self.repeated = float(np.abs(again - losses[0]).max())
         self.about, self.model = about, training.model
         self.train, self.query, self.loss = training.train, training.query, jostle.losses.next_token()
         named = dict(zip(dict(self.model.named_parameters()), training.second_moments, strict=True))
@@ -272,13 +280,16 @@ class Trial:
 
     def tell(self, method: str, effect: np.ndarray, **others: Any) -> None:
         """Hold predicted effects of leaving out (train, query) against the real ones."""
+        row: dict[str, Any] = {"method": method, **others}
+        self.rows.append(row)
+        if self.changes is None:
+            print(f"{method:60} {others}", flush=True)
+            return
         predicted = [self.left_out.astype(float) @ effect]
         given: Any = {"bootstrap": 1000, "seed": 0}
-        finite = self.changes.astype(np.float64)
-        (lds,) = lds_of(predicted, finite, per="query", correlation="spearman", **given)
-        (slope,), (pooled,) = (slopes_of(predicted, finite, pooled=pooled, **given) for pooled in (False, True))
-        row = {"method": method, "lds": lds.to_dict(), "slope": slope.to_dict(), "pooled": pooled.to_dict(), **others}
-        self.rows.append(row)
+        (lds,) = lds_of(predicted, self.changes, per="query", correlation="spearman", **given)
+        (slope,), (pooled,) = (slopes_of(predicted, self.changes, pooled=pooled, **given) for pooled in (False, True))
+        row |= {"lds": lds.to_dict(), "slope": slope.to_dict(), "pooled": pooled.to_dict()}
         print(f"{method:60} LDS {lds}  slope {slope}  pooled {pooled}  {others}", flush=True)
 
 
@@ -375,6 +386,22 @@ def ekfac(trial: Trial, damping: float | None, directory: str) -> None:
     trial.tell(f"EK-FAC, damping {damping}", -scores.values / len(trial.train), **about)
 
 
+def first_order(trial: Trial) -> None:
+    """Gradients of sampled labels as curvature, damped as the training damps it; without a unit."""
+    about: dict[str, Any] = {}
+    with timed(about):
+        found = jostle.attributors.FirstOrder(
+            trial.model, *texts_of(trial), loss=trial.loss, weights=linear_layers(trial.model), labels=1,
+            metric="adam", rounded=True,
+        )  # fmt: skip
+        kappa = found.kappa_of_training(
+            sum(trial.about.rates(trial.rate)), weight_decay=trial.about.weight_decay,
+            batch_size=trial.about.batch_size,
+        )  # fmt: skip
+        scores = found.influence(kappa=kappa)
+    trial.tell("first order, 1 label", -scores.values.astype(np.float64), **about)
+
+
 def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
     """Compare `jostle.solve` with EK-FAC on one model, in one process."""
     trial = Trial(about, name, arguments)
@@ -384,8 +411,10 @@ def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
         plans: dict[str, list[Callable[[], None]]] = {
             "solve": [lambda: solved(trial, "all")],
             "tokens": [lambda: solved(trial, "all", tokens=True)],
+            "thrifty": [lambda: solved(trial, "all", within=0.2)],
             "linear": [lambda: solved(trial, linear_layers(trial.model))],
             "ekfac": [functools.partial(ekfac, trial, damping, directory) for damping in DAMPINGS],
+            "first-order": [lambda: first_order(trial)],
             "refined": [functools.partial(refined, trial, damping) for damping in REFINED],
         }
         started = time.perf_counter()

@@ -544,6 +544,25 @@ def test_tokens_sum_to_sequences(alike: Any, monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
+def test_a_token_or_a_span_may_be_asked_about() -> None:
+    """By its label alone; what tokens are asked about makes up, as a mean, what their text is."""
+    model, rows = language_model("tied llama"), sequences()
+    asked = {"input_ids": rows[0]["input_ids"], "labels": rows[0]["input_ids"].clone()}
+    places = range(1, len(asked["labels"]))
+
+    def alone(*kept: int) -> dict[str, Tensor]:
+        labels = torch.full_like(asked["labels"], -100)
+        labels[list(kept)] = asked["labels"][list(kept)]
+        return {**asked, "labels": labels}
+
+    queries = [asked, alone(2, 3), *map(alone, places)]
+    training = Training(optimizer="sgd", total_rate=0.5, count_alike="tokens")
+    found = jostle.solve(model, rows, queries, training=training, loss=losses.next_token()).effects
+    np.testing.assert_allclose(found[:, 2:].mean(1), found[:, 0], atol=1e-6 * np.abs(found).max())
+    np.testing.assert_allclose(found[:, [3, 4]].mean(1), found[:, 1], atol=1e-6 * np.abs(found).max())
+    assert np.abs(found[:, 3] - found[:, 4]).max() > 0.1 * np.abs(found).max()
+
+
 # --- the solver ---
 
 

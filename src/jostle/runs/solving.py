@@ -60,9 +60,6 @@ QUERY_BYTES = 4 << 30
 VECTORS = 8
 """Vectors that a run holds for each query."""
 
-MOST_QUERIES = 256
-"""That are solved together: of more, what they have in common costs more than it saves."""
-
 
 @dataclass(frozen=True, eq=False)
 class Solution:
@@ -247,7 +244,13 @@ def solve(
 
 @dataclass
 class _Work:
-    """What one solve goes through."""
+    """What one solve goes through.
+
+    Attributes:
+        counts: how many losses each training example has.
+        shares: what each of them counts in the mean loss of all of training.
+        reach, hold: how far training moves each weight, and the curvature that weight decay adds.
+    """
 
     model: nn.Module
     weights: WeightSelection
@@ -258,6 +261,10 @@ class _Work:
     training: Training
     filter: Filter
     seed: int
+    counts: Float[np.ndarray, " train"] = field(init=False)
+    shares: Float[np.ndarray, " train"] = field(init=False)
+    reach: Float[Tensor, " weight"] = field(init=False)
+    hold: Float[Tensor, " weight"] = field(init=False)
 
     def measure(self, tell: Callable[[str], None], tokens: bool) -> list[MomentComparison]:
         """Learn what training was in this model's weights: reach, hold, and each example's share."""
@@ -379,7 +386,7 @@ class _Work:
         """Queries that are solved together."""
         free = free_memory(self.moving.center.device)
         room = QUERY_BYTES if free is None else free // 2
-        size = min(MOST_QUERIES, max(1, room // (VECTORS * self.moving.total * self.moving.dtype.itemsize)))
+        size = max(1, room // (VECTORS * self.moving.total * self.moving.dtype.itemsize))
         # Blocks of about one size: the last is not much quicker for being small.
         count = -(-len(self.query) // size)
         bounds = np.linspace(0, len(self.query), count + 1).astype(int)
