@@ -638,6 +638,18 @@ def test_descents_of_some_examples_a_step_are_right_but_for_the_error_that_they_
     assert 1.4 < stated[2] / stated[8] < 2.8
 
 
+def test_all_examples_are_seen_where_that_is_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (rows, query) = Linear(), digits("classification")
+    training = Training(optimizer="sgd", total_rate=5.0, weight_decay=1e-3)
+    exact = jostle.solve(model, rows, query, training=training)
+    monkeypatch.setattr(response, "DENSE", {"cpu": 0})
+    monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 60})  # a fifth of them
+    found = jostle.solve(model, rows, query, training=training, within=1e-3)
+    assert found.provenance["runs"] == 3
+    assert not found.errors.any()
+    assert off(found.effects, exact.effects).max() < 0.02
+
+
 def test_steps_that_are_too_long_are_made_shorter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,7 +78,9 @@ class Descents:
         self._curvature, self._reach, self._hold = curvature, reach, hold
         self._rng = np.random.default_rng((seed, 2))
         data = curvature.data
-        self.examples = min(len(data), max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data)))
+        self.examples = max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data))
+        if 2 * self.examples >= len(data):  # two runs of some would take as long
+            self.see_all()
         largest = self._largest(seed)
         if not math.isfinite(largest):
             raise NotFiniteError
@@ -87,6 +89,10 @@ class Descents:
         self.steps = max(FEWEST_WITH_MOMENTUM, math.ceil(largest / LONGEST_WITH_MOMENTUM)) if self.momentum else plain
         log.info("largest curvature %.3g: %d steps of %d examples", largest, self.steps, self.examples)
 
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return len(self._curvature.data)
+
     @property
     def visits(self) -> int:
         """How many examples a run sees, repetitions counted."""
@@ -94,8 +100,12 @@ class Descents:
 
     @property
     def exact(self) -> bool:
-        """Whether every step sees all examples, so that all runs are the same."""
-        return self.examples == len(self._curvature.data)
+        """Whether every step sees all examples, so that nothing is left to chance."""
+        return self.examples == len(self)
+
+    def see_all(self) -> None:
+        """Show every step all examples."""
+        self.examples = len(self)
 
     def __call__(
         self, gradients: Float[Tensor, "query weight"], tell: Callable[[str], None] = lambda what: None
@@ -136,7 +146,7 @@ class Descents:
         order = np.empty(0, np.int64)
         for _ in range(self.steps):
             while len(order) < self.examples:
-                order = np.concatenate([order, self._rng.permutation(len(self._curvature.data))])
+                order = np.concatenate([order, self._rng.permutation(len(self))])
             yield order[: self.examples]
             order = order[self.examples :]
 
@@ -145,7 +155,7 @@ class Descents:
         root, generator = self._reach.sqrt(), torch.Generator().manual_seed(seed)
         few = min(POWER_VECTORS, len(root))
         vectors = torch.randn(few, len(root), generator=generator, dtype=root.dtype).to(root.device)
-        some = self._rng.permutation(len(self._curvature.data))[: 4 * self.examples]
+        some = self._rng.permutation(len(self))[: 4 * self.examples]
         values = torch.zeros(1)
         for _ in range(POWER_STEPS):
             vectors = torch.linalg.qr(vectors.T)[0].T

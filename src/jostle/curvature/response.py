@@ -110,15 +110,21 @@ class Response:
         while taken.runs < runs:
             found = descents(gradients, lambda what, known=known: tell(f"{known}, {what}"))
             taken.add(self._scores(found), descents.visits)
+            if descents.exact:
+                none = np.zeros(len(gradients))
+                return Responses(found, none, _spread(self._scores(found)), taken.runs, taken.visits)
             vectors += (found - vectors) * (descents.visits / taken.visits)
             del found
             errors, spreads = taken.errors(), _spread(self._scores(vectors))
-            if descents.exact:
-                errors = np.zeros(len(gradients))
             share = float((errors / np.maximum(spreads, np.finfo(np.float64).tiny)).max())
             if share <= within:
                 break
-            known = f"run {taken.runs + 1}, scores known to {share:.2g} of their spread" if taken.runs > 1 else "run 2"
+            known = "run 2"
+            if taken.runs > 1:
+                known = f"run {taken.runs + 1}, scores known to {share:.2g} of their spread"
+                needed = min(runs, taken.runs * (share / within) ** 2) - taken.runs
+                if needed * descents.examples >= len(descents):
+                    descents.see_all()  # one run without chance is no longer than what is needed of others
         return Responses(vectors, errors, spreads, taken.runs, taken.visits)
 
     def _by_matrix(self, gradients: Tensor) -> Responses:
