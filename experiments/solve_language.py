@@ -411,7 +411,7 @@ def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
         plans: dict[str, list[Callable[[], None]]] = {
             "solve": [lambda: solved(trial, "all")],
             "tokens": [lambda: solved(trial, "all", tokens=True)],
-            "thrifty": [lambda: solved(trial, "all", within=0.2)],
+            "longer": [lambda: solved(trial, "all", within=0.1)],
             "linear": [lambda: solved(trial, linear_layers(trial.model))],
             "ekfac": [functools.partial(ekfac, trial, damping, directory) for damping in DAMPINGS],
             "first-order": [lambda: first_order(trial)],
@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(format="  %(message)s")
+    logging.basicConfig(format="  %(relativeCreated)d ms: %(message)s")
     logging.getLogger("jostle").setLevel(logging.INFO)
     for name in arguments.only:
         about = MODELS[name]

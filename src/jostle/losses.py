@@ -522,7 +522,11 @@ def _plain_attention(
     grouped = query.unflatten(1, (-1, heads))
     products = grouped @ key[:, :, None].transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    weights = products.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+    products = products.to(torch.promote_types(query.dtype, torch.float32))
+    products = products.masked_fill(later, torch.finfo(products.dtype).min)
+    # Not `softmax`: compiled for a GPU, its derivative in forward mode was wrong (torch 2.11), by a third.
+    weights = (products - products.amax(-1, keepdim=True).detach()).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
     return (weights.to(query.dtype) @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
 
 

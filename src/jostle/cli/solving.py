@@ -103,8 +103,11 @@ def solve(
         typer.Option(metavar="GROUP|GLOB", help="Which of the weights that moved. Default: all that were trained."),
     ] = None,
     within: Annotated[
-        float, typer.Option(metavar="SHARE", help="How large errors may be, beside the spread of a query's effects.")
-    ] = 0.1,
+        float,
+        typer.Option(
+            metavar="SHARE", help="How large a typical query's error may be, beside the spread of its effects."
+        ),
+    ] = 0.2,
     runs: Annotated[int, typer.Option(metavar="N", min=2, help="Of training, backwards; at most.")] = 16,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     show: Annotated[int, typer.Option(metavar="I", min=0, help="The query of which to list the strongest.")] = 0,

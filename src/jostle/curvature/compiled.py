@@ -12,19 +12,14 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 log = logging.getLogger("jostle")
 
-WORTH_IT = 15.0
+WORTH_IT = 5.0
 """Seconds that a function must have taken, with inputs of one shape, before it is compiled: about what that takes."""
-
-_WITH_MEMORY: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._efficientzerotensor.default: lambda size, **options: torch.zeros(size, **options)
-}
-"""The zeros of forward mode have no memory, and compiled code would read them from there all the same."""
 
 
 class Compiled:
@@ -58,18 +53,28 @@ class Compiled:
     def _compile(
         self, name: str, function: Callable[..., Any], inputs: Any, leaves: list[Any]
     ) -> Callable[..., Any] | None:
-        tensors, form = [leaf for leaf in leaves if isinstance(leaf, Tensor)], pytree.tree_structure(inputs)
+        tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        form = pytree.tree_structure(inputs)
+        results: dict[str, Any] = {}
 
-        def flat(*given: Tensor) -> Any:
+        def flat(*given: Tensor) -> tuple[Any, ...]:
             own = iter(given)
-            return function(
+            result = function(
                 *pytree.tree_unflatten([next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
             )
+            values, results["form"] = pytree.tree_flatten(result)
+            return tuple(values)
+
+        def zeros(size: Any, **options: Any) -> Tensor:
+            # Those of forward mode have no memory, and compiled code would read them from there all the same.
+            return torch.zeros(size, **{**options, "device": self._device})
 
         try:
             started = time.perf_counter()
             expected = function(*inputs)
-            compiled: Any = torch.compile(make_fx(flat, decomposition_table=_WITH_MEMORY)(*tensors), dynamic=False)
+            graph = make_fx(flat, decomposition_table={torch.ops.aten._efficientzerotensor.default: zeros})(*tensors)
+            # Not by `torch.compile`: it would compile again for each layer, whose weights begin elsewhere.
+            compiled: Any = _inductor.compile(graph, tensors)
             found = compiled(*tensors)
             for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
                 difference = (one.float() - other.float()).norm() / other.float().norm()
@@ -80,4 +85,4 @@ class Compiled:
         except Exception as error:  # a model may do anything that cannot be compiled
             log.info("%s is not compiled (%s)", name, str(error).partition("\n")[0][:200])
             return None
-        return compiled
+        return lambda *given: pytree.tree_unflatten(compiled(*given), results["form"])

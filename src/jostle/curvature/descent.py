@@ -43,8 +43,10 @@ LONGEST, LONGEST_WITH_MOMENTUM = 1.0, 12.0
 STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 """How many tokens the examples of a step have: with fewer, a GPU idles; with more, a run may see more than it needs."""
 
-GROWN = 4.0
-"""Without chance, p only shrinks in the norm of training's metric. A run in which it has grown so much is lost."""
+GROWN = 100.0
+"""Without chance, p only shrinks in the norm of training's metric. By chance it grows where few examples have
+curvature (a word of one text alone): that is noise like other noise, up to here. A run in which p has grown so much is
+lost."""
 
 POWER_STEPS, POWER_VECTORS = 8, 4
 """Iterations that find the largest curvature, each of so many vectors."""
@@ -116,7 +118,6 @@ class Descents:
             if found is not None:
                 return found
             self.steps *= 2
-            log.info("not stable; going on with %d steps", self.steps)
             if self.steps > TOO_MANY:
                 raise NotFiniteError
 
@@ -134,6 +135,7 @@ class Descents:
             if number % 16 == 0 or number == self.steps:
                 tell(f"step {number} of {self.steps}")
                 if not (self._lengths(left) <= largest).all():
+                    log.info("not stable at step %d of %d", number, self.steps)
                     return None
         return found
 

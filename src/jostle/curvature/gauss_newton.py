@@ -124,32 +124,30 @@ class GaussNewton:
         """Return H·v of every vector; of some ``rows`` alone, each counts for more by as much as there are fewer."""
         chosen = np.arange(len(self.data)) if rows is None else np.asarray(rows)
         shares = self.shares * (len(self.data) / len(chosen))
-        total = torch.zeros_like(vectors)
         inner = vectors.to(self.moving.center.dtype)
-        for part in self.parts(self.data, chosen):
-            self._add(total, inner, shares, part)
+        products = (self._product(inner, shares, part) for part in self.parts(self.data, chosen))
+        total = next(products).to(vectors.dtype)
+        for found in products:
+            total += found
         return total
 
-    def _add(self, total: Tensor, inner: Tensor, shares: np.ndarray, part: np.ndarray) -> None:
-        """Add the products of some examples; in halves where they have no room."""
+    def _product(self, inner: Tensor, shares: np.ndarray, part: np.ndarray) -> Float[Tensor, "vector weight"]:
+        """The product of some examples; in halves where they have no room."""
         try:
             batch, each = self.data.batch(part), torch.from_numpy(shares[part]).to(self.device)
             tokens = len(part) * tokens_of(self.data)
             block = max(self._block, self._block * self._pass_tokens // tokens)
             found = [self.view.products(some, batch, each) for some in inner.split(block)]
+            return found[0] if len(found) == 1 else torch.cat(found)
         except torch.OutOfMemoryError:
             if len(part) == 1:
                 raise
-            found = None
-        if found is not None:
-            total += torch.cat(found)
-            return
         # Only here: an error that is being handled holds on to the memory of what failed.
         self.model.free_memory()
         self._pass_tokens = max(1, self._pass_tokens // 2)
         log.info("products of %d examples at once have no room; going on with half", len(part))
-        for half in np.array_split(part, 2):
-            self._add(total, inner, shares, half)
+        first, second = (self._product(inner, shares, half) for half in np.array_split(part, 2))
+        return first.add_(second)
 
     @torch.no_grad()
     def tangents(
@@ -466,8 +464,8 @@ class _LanguageModel(_View):
         weight, bias = self._of_head(vectors)
         flat, flat_moved = states.flatten(0, 1), moved.flatten(1, 2)
         beside, curved = self._head.beside(weight), torch.zeros_like(flat_moved)
-        of_weight = None if weight is None else torch.zeros(weight.shape, dtype=torch.float32, device=flat.device)
-        of_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=flat.device)
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
         kept = counts.nonzero()[:, 0]
         every = len(kept) == len(counts)
         for places in kept.split(self._chunk(len(vectors))) if len(kept) else ():
@@ -477,10 +475,10 @@ class _LanguageModel(_View):
                 "curved", self._curved, some, flat_moved[:, where], beside, bias, counts[where].to(flat.dtype)
             )
             curved[:, where] = change @ self._head.linear.weight
-            if of_weight is not None:
-                of_weight += _outer(change, some)
-            if of_bias is not None:
-                of_bias += change.sum(1, dtype=torch.float32)
+            if weight is not None:
+                of_weight = _added(of_weight, _outer(change, some))
+            if bias is not None:
+                of_bias = _added(of_bias, change.sum(1, dtype=at_least_float32(change[:0]).dtype))
         found = self._pulled(curved.view_as(moved), batch).to(torch.float32 if flat.dtype.itemsize < 4 else flat.dtype)
         if of_weight is not None:
             found[:, self._weight] += of_weight.flatten(1)
@@ -528,6 +526,10 @@ def _agree(squares: Tensor, vector: Tensor, pulled: Tensor, model: FunctionalMod
     if not squares.isfinite():
         return True
     return bool((squares - (vector.double() * pulled).sum()).abs() <= max(1e-3, model.tolerance) * squares)
+
+
+def _added(total: Tensor | None, one: Tensor) -> Tensor:
+    return one if total is None else total.add_(one)
 
 
 def _outer(

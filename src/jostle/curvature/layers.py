@@ -7,9 +7,9 @@ layers that are alike are compiled once for all of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,6 @@ from torch.func import functional_call, jvp, vjp, vmap
 from jostle.curvature.compiled import Compiled
 from jostle.losses import Batch
 from jostle.models.functional import FunctionalModel
-from jostle.models.weights import MovingWeights
 
 Body = Callable[[nn.Module, Batch], Tensor]
 
@@ -69,13 +68,9 @@ class Layers:
             {own: value for own, value in (*layer.named_parameters(), *layer.named_buffers()) if own not in weights}
             for layer, weights in zip(layers, self._weights, strict=True)
         ]
-        within = {id(value) for layer in layers for value in layer.parameters()}
-        others = [name for name, value in model.model.named_parameters() if id(value) not in within]
-        # At least one, which then has directions of 0.
-        around = [name for name in others if name in moving.slices] or others[-1:]
-        if not around:
-            raise ValueError("nothing around the layers")
-        self._around = FunctionalModel(model.model, MovingWeights(model.model, around))
+        self._outside = [name for name in moving.names if name not in inside]
+        self._ahead: list[str] | None = None
+        self._behind: list[str] | None = None
         # Of layers that are alike, the first stands for all.
         signs = [_signature(layer) for layer in layers]
         self._like = [signs.index(sign) for sign in signs]
@@ -96,62 +91,61 @@ class Layers:
     ) -> tuple[Float[Tensor, "sample token width"], Float[Tensor, "vector sample token width"]]:
         """Return the states at the end, and how they change along each vector."""
         calls, last, states = self._calls(batch)
-        center, around = self._around.moving.center, self._part_around(vectors)
-        moved = vmap(lambda own: jvp(lambda flat: self._before(flat, batch), (center,), (own,))[1])(around)
+        moved = self._moved_ahead(vectors, calls[0].hidden, batch)
         for number, call in enumerate(calls):
             weights, directions = self._of_layer(number, self._model.moving.center), self._of_layer(number, vectors)
             moved = self._compiled(
                 f"layer {self._like[number]} moved", self._layer_moved(number), call.hidden, moved, weights,
                 directions, self._frozen[number], call.others,
             )  # fmt: skip
-
-        def after(hidden: Tensor, flat: Tensor) -> Tensor:
-            return self._after(hidden, flat, batch)
-
-        return states, vmap(lambda one, own: jvp(after, (last, center), (one, own))[1])(moved, around)
+        after, weights = self._after(last, batch)
+        directions = self._parts(self._behind, vectors)
+        return states, vmap(lambda one, own: jvp(after, (last, weights), (one, own))[1])(moved, directions)
 
     def pulled(
         self, curved: Float[Tensor, "vector sample token width"], batch: Batch
     ) -> Float[Tensor, "vector weight"]:
-        """Return what changes of the states weigh in the weights."""
-        calls, last, states = self._calls(batch)
-        moving, center = self._model.moving, self._around.moving.center
-        found = torch.zeros(len(curved), moving.total, dtype=states.dtype, device=states.device)
-        pull: Any = vjp(lambda hidden, flat: self._after(hidden, flat, batch), last, center)[1]
-        curved, around = vmap(pull)(curved)
+        """Return what changes of the states weigh in the weights, summed in float32 or wider."""
+        calls, last, _ = self._calls(batch)
+        moving = self._model.moving
+        found = torch.zeros(len(curved), moving.total, dtype=moving.dtype, device=curved.device)
+
+        def add(slopes: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
+            for own, slope in slopes.items():
+                found[:, moving.slices[names[own] if names else own]] += slope.flatten(1)
+
+        after, weights = self._after(last, batch)
+        curved, slopes = vmap(cast(Any, vjp(after, last, weights)[1]))(curved)
+        add(slopes)
         for number, call in reversed([*enumerate(calls)]):
             curved, slopes = self._compiled(
                 f"layer {self._like[number]} pulled", self._layer_pulled(number), call.hidden, curved,
                 self._of_layer(number, moving.center), self._frozen[number], call.others,
             )  # fmt: skip
-            for own, name in self._weights[number].items():
-                found[:, moving.slices[name]] = slopes[own].flatten(1)
-        pull = vjp(lambda flat: self._before(flat, batch), center)[1]
-        around = around + vmap(pull)(curved)[0]
-        for name, part in zip(self._around.moving.names, around.split(self._around.moving.sizes, dim=1), strict=True):
-            if name in moving.slices:
-                found[:, moving.slices[name]] = part
+            add(slopes, self._weights[number])
+        before, weights = self._before(batch)
+        if weights:
+            add(vmap(cast(Any, vjp(before, weights)[1]))(curved)[0])
         return found
 
-    def _part_around(self, vectors: Tensor) -> Tensor:
-        """What vectors have of the weights that are not the layers'."""
-        slices, around = self._model.moving.slices, self._around.moving
-        return torch.cat(
-            [
-                vectors[:, slices[name]] if name in slices else vectors.new_zeros(len(vectors), size)
-                for name, size in zip(around.names, around.sizes, strict=True)
-            ],
-            dim=1,
-        )
+    def _moved_ahead(self, vectors: Tensor, hidden: Tensor, batch: Batch) -> Float[Tensor, "vector ..."]:
+        """How what the first layer is given changes along each vector."""
+        before, weights = self._before(batch)
+        if not weights:
+            return hidden.new_zeros(len(vectors), *hidden.shape)
+        directions = self._parts(self._ahead, vectors)
+        return vmap(lambda own: jvp(before, (weights,), (own,))[1])(directions)
 
-    def _of_layer(self, number: int, flat: Tensor) -> dict[str, Tensor]:
-        """A layer's weights, or what vectors have of them."""
+    def _parts(self, names: Iterable[str] | None, flat: Tensor) -> dict[str, Tensor]:
+        """Some weights, or what vectors have of them."""
         moving = self._model.moving
         shapes = dict(zip(moving.names, moving.shapes, strict=True))
-        return {
-            own: flat[..., moving.slices[name]].unflatten(-1, shapes[name])
-            for own, name in self._weights[number].items()
-        }
+        return {name: flat[..., moving.slices[name]].unflatten(-1, shapes[name]) for name in names or ()}
+
+    def _of_layer(self, number: int, flat: Tensor) -> dict[str, Tensor]:
+        """A layer's weights, or what vectors have of them, by the layer's own names."""
+        parts = self._parts(self._weights[number].values(), flat)
+        return {own: parts[name] for own, name in self._weights[number].items()}
 
     def _layer_moved(self, number: int) -> Callable[..., Tensor]:
         def moved(hidden: Tensor, along: Tensor, weights: Any, directions: Any, frozen: Any, others: Any) -> Tensor:
@@ -206,18 +200,43 @@ class Layers:
         self._last = batch, calls, results[-1], states
         return self._last[1:]
 
-    def _before(self, flat: Tensor, batch: Batch) -> Tensor:
-        """What the first layer is given."""
-        reached: list[Tensor] = []
-        with self._in_place_of_layers(lambda number, hidden: reached.append(hidden) or hidden):
-            self._around.call(self._body, flat, batch)
-        return reached[0]
+    def _before(self, batch: Batch) -> tuple[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]:
+        """What the first layer is given, as a function of weights, and these."""
 
-    def _after(self, hidden: Tensor, flat: Tensor, batch: Batch) -> Tensor:
-        """What becomes of what the last layer gives."""
-        last = len(self._layers) - 1
-        with self._in_place_of_layers(lambda number, own: hidden if number == last else own):
-            return self._around.call(self._body, flat, batch)
+        def before(weights: dict[str, Tensor]) -> Tensor:
+            reached: list[Tensor] = []
+            with self._in_place_of_layers(lambda number, hidden: reached.append(hidden) or hidden):
+                self._model.call_with(self._body, weights, batch)
+            return reached[0]
+
+        if self._ahead is None:
+            self._ahead = self._that_count(before)
+        return before, self._parts(self._ahead, self._model.moving.center)
+
+    def _after(self, last: Tensor, batch: Batch) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        """What becomes of what the last layer gives, as a function of that and of weights, and these."""
+        number_of_last = len(self._layers) - 1
+
+        def after(hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
+            with self._in_place_of_layers(lambda number, own: hidden if number == number_of_last else own):
+                return self._model.call_with(self._body, weights, batch)
+
+        if self._behind is None:
+            self._behind = self._that_count(lambda weights: after(last, weights))
+        return after, self._parts(self._behind, self._model.moving.center)
+
+    def _that_count(self, function: Callable[[dict[str, Tensor]], Tensor]) -> list[str]:
+        """Those weights outside the layers that something depends on."""
+        with torch.enable_grad():
+            leaves = {
+                name: value.detach().requires_grad_()
+                for name, value in self._parts(self._outside, self._model.moving.center).items()
+            }
+            value = function(leaves)
+            if not value.requires_grad:
+                return []
+            slopes = torch.autograd.grad(value.sum(), [*leaves.values()], allow_unused=True)
+        return [name for name, slope in zip(leaves, slopes, strict=True) if slope is not None]
 
     @contextlib.contextmanager
     def _in_place_of_layers(self, function: Callable[[int, Tensor], Tensor]) -> Iterator[None]:

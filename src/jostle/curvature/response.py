@@ -101,7 +101,7 @@ class Response:
         runs: int,
         tell: Callable[[str], None] = lambda what: None,
     ) -> Responses:
-        """Return what these gradients ask for, by so many runs or until errors are ``within`` a share of spreads."""
+        """Return what these gradients ask for, by ``runs`` runs or until a typical error is ``within`` its spread."""
         if self._dense:
             return self._by_matrix(gradients)
         descents, vectors, taken = self._descents, torch.zeros_like(gradients), _Runs()
@@ -116,7 +116,7 @@ class Response:
             vectors += (found - vectors) * (descents.visits / taken.visits)
             del found
             errors, spreads = taken.errors(), _spread(self._scores(vectors))
-            share = float((errors / np.maximum(spreads, np.finfo(np.float64).tiny)).max())
+            share = float(np.median(errors / np.maximum(spreads, np.finfo(np.float64).tiny)))
             if share <= within:
                 break
             known = "run 2"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -72,13 +72,13 @@ class FunctionalModel:
 
     def call(self, function: Callable[..., Tensor], flat: Float[Tensor, " weight"], *inputs: Any) -> Tensor:
         """Return ``function(model, *inputs)`` at one chain's weights, differentiable with respect to them."""
-        weights = {
-            f"model.{place}": value
-            for name, value in self.moving.unflatten(flat).items()
-            for place in self._places[name]
-        }
+        return self.call_with(function, self.moving.unflatten(flat), *inputs)
+
+    def call_with(self, function: Callable[..., Tensor], weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
+        """Return ``function(model, *inputs)`` with some weights in place of the model's own, by name."""
+        placed = {f"model.{place}": value for name, value in weights.items() for place in self._places[name]}
         with self.precision():
-            return functional_call(Called(self.model, function), weights, inputs, tie_weights=False)
+            return functional_call(Called(self.model, function), placed, inputs, tie_weights=False)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Compute as was asked for."""

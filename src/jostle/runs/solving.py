@@ -35,9 +35,12 @@ from jostle.training.moments import estimate_second_moments
 
 log = logging.getLogger("jostle")
 
-WITHIN = 0.1
-"""The share of the spread of a query's effects that chance may leave as their error. It is independent of the effects:
-a tenth lowers a correlation with them by half a percent, and a twentieth would take four times as long."""
+WITHIN = 0.2
+"""The share of the spread of a query's effects that chance may leave as their error, for a typical query. It is
+independent of the effects: a fifth lowers a correlation with them by two percent; a tenth takes four times as long."""
+
+FAR = 2.0
+"""A query whose error is so many times what a typical one may have is not solved."""
 
 RUNS = 16
 """Of which an answer is the mean, at most."""
@@ -72,7 +75,7 @@ class Solution:
             some examples. What the theory itself leaves out (docs/solve.md) is not in it.
         spreads: the standard deviation of each query's effects, over some of the examples, each counted by the mean
             share.
-        solved: whether each query's error is below what was asked for, a share of the spread of its effects.
+        solved: whether each query's error is below twice what was asked for, a share of the spread of its effects.
         tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect.
             Tokens without a loss have 0. None where they were not asked for.
         moments: the optimizer's second moments beside those estimated at the checkpoint, for each tensor.
@@ -172,8 +175,8 @@ def solve(
         collate: makes a batch of a list of samples.
         filter: "descent", where training ends, or "minimum", where it would stand still.
         tokens: return what each training token does, too.
-        within: how well effects shall be known: each query's error as a share of the spread of its effects. Half of it
-            takes four times as long.
+        within: how well effects shall be known: the error of a typical query (the median) as a share of the spread of
+            its effects. Half of it takes four times as long. Queries whose error is over twice that are named.
         runs: stop after so many in any case; each repeats training once, backwards.
         seed: of what is drawn.
         progress: show it.
@@ -218,7 +221,7 @@ def solve(
     errors, spreads = (
         share * np.concatenate([getattr(one, name) for one in responses]) for name in ("errors", "spreads")
     )
-    solved = errors <= within * spreads
+    solved = errors <= FAR * within * spreads
     solution = Solution(
         effects, errors, spreads, solved, by_token, moments,
         {
