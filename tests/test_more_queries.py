@@ -67,7 +67,7 @@ def test_more_queries(sampler: str, keep_weights: bool, tmp_path: Path, monkeypa
     assert before.items() <= after.items()
     assert len(after) > len(before)
     assert examine(tmp_path / "run") == []
-    assert not (tmp_path / "run" / "replay").exists()
+    assert not (tmp_path / "run" / "widening").exists()
     assert run.manifest["fingerprints"] == expected.manifest["fingerprints"]
     # And on from there, with everything at once.
     most = {"query": (X, Y), "draws": 9, "chains": 3}

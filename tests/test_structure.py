@@ -21,7 +21,9 @@ ORDER = [
 WITHIN = {
     "data": ["datasets", "texts"],
     "models": ["weights", "graphs", "functional", "checks", "prefix", "float8", "in_place", "sharding"],
-    "training": ["schedules", "optimizers", "checkpoints", "description", "moments"],
+    "training": [
+        "schedules", "optimizers", "checkpoints", "description", "moments", "objective", "steps", "repeatable", "backwards",
+    ],
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],
     "chains": [
@@ -29,7 +31,8 @@ WITHIN = {
         "spreading", "signals", "execution", "thinning", "stopping",
     ],
     "runs": [
-        "manifest", "run", "examples", "layout", "integrity", "preparing", "planning", "replaying", "rounds", "job", "sampling", "solving",
+        "manifest", "run", "examples", "layout", "integrity", "preparing", "planning", "widening", "rounds", "job", "sampling", "solving",
+        "replaying",
     ],
     "asking": ["tasks", "requests"],
 }  # fmt: skip

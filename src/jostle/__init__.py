@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jostle.calibration import Calibration, calibrate
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
+    from jostle.runs.replaying import Replay, replay
     from jostle.runs.run import Run, load
     from jostle.runs.sampling import attribute
     from jostle.runs.solving import Solution, solve
@@ -39,6 +40,7 @@ _HOMES = {
     "OrnsteinUhlenbeck": "jostle.samplers",
     "Posterior": "jostle.posterior",
     "RMSpropSGLD": "jostle.samplers",
+    "Replay": "jostle.runs.replaying",
     "Run": "jostle.runs.run",
     "SGLD": "jostle.samplers",
     "SGNHT": "jostle.samplers",
@@ -52,6 +54,7 @@ _HOMES = {
     "evaluate": "jostle.evaluate",
     "load": "jostle.runs.run",
     "losses": "jostle.losses",
+    "replay": "jostle.runs.replaying",
     "solve": "jostle.runs.solving",
 }
 
@@ -67,6 +70,7 @@ __all__ = [
     "OrnsteinUhlenbeck",
     "Posterior",
     "RMSpropSGLD",
+    "Replay",
     "Run",
     "Sampler",
     "Scores",
@@ -79,6 +83,7 @@ __all__ = [
     "evaluate",
     "load",
     "losses",
+    "replay",
     "solve",
 ]
 

@@ -449,7 +449,7 @@ def _queries(run: Run) -> int:
     """How many queries a run has that are observed at all of its draws."""
     if run.config["keep"] != "traces" or "query" not in run.traces.sets:
         return 0
-    return run.manifest.get("replay", {}).get("queries", run.traces.columns("query").samples)
+    return run.manifest.get("widening", {}).get("queries", run.traces.columns("query").samples)
 
 
 def _posterior(request: Mapping[str, Any], default_weights: str) -> Posterior:

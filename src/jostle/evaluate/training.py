@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from jostle.errors import InputError
 from jostle.losses import Batch, Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_losses, in_words, vmap_differs
-from jostle.models.functional import Called, eval_mode, places_of, real_tokens, sample_means
+from jostle.models.functional import Called, eval_mode, places_of, sample_means
+from jostle.training.objective import Alike, Objective
+from jostle.training.repeatable import Microbatch, Repeatable, random_state
 
 Pair = tuple[Int[np.ndarray, " member"], int]
 """The first two of a `Job`."""
-Alike = Literal["sequences", "tokens"]
 
 
 class Job(NamedTuple):
@@ -178,6 +179,23 @@ class Trainer:
         """
         return self.together([Job(np.arange(len(weights)), seed, weights)])[0]
 
+    def repeatable(self, seed: int = 0, *, device: torch.device | str | None = None) -> Repeatable:
+        """Return the training on all examples as `jostle.replay` takes it."""
+        with _seeded(seed):
+            model = self._new(seed)
+            state = random_state()
+        if device is not None:
+            model = model.to(device)
+        data = self._on(next(model.parameters()).device)
+        steps, size = self.steps(len(data))
+        order = _orders(np.arange(len(data)), seed, size)
+        return Repeatable(
+            model, data, Objective(self.loss, self.count_alike), self.optimizer,
+            [[Microbatch(next(order))] for _ in range(steps)],
+            schedule=None if self.schedule is None else functools.partial(_scheduled, self.schedule, steps),
+            clip_norm=self.clip_norm, state=state,
+        )  # fmt: skip
+
     def together(self, jobs: Sequence[Job | Pair]) -> list[nn.Module]:
         """Train a model for each, at once those that take as many steps; whether they may be, `most_at_once` says."""
         jobs = [_job_of(job) for job in jobs]
@@ -262,7 +280,7 @@ class Trainer:
                 yield stack
 
     def _gradient(self, stack: _One, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
-        stack.gradient(_Objective(self.loss, self.count_alike), batch, weights)
+        stack.gradient(Objective(self.loss, self.count_alike), batch, weights)
         if self.clip_norm is not None:
             stack.clip(self.clip_norm)
 
@@ -377,26 +395,6 @@ class Trainer:
         return True
 
 
-@dataclass(frozen=True)
-class _Objective:
-    """What a step minimizes: Σᵢ wᵢ·ℓᵢ / B of a batch of B or, where tokens count alike, Σᵢ wᵢ·Σₜ ℓᵢₜ / Σᵢ Tᵢ.
-
-    What is divided by has no weights, so that an example of weight 0 takes no part of its batch with it.
-    """
-
-    loss: Loss
-    count_alike: Alike
-
-    def __call__(self, model: nn.Module, batch: Batch, weights: Float[Tensor, " sample"] | None) -> Float[Tensor, ""]:
-        losses = self.loss(model, batch)
-        if losses.ndim == 1 or self.count_alike == "sequences":
-            means = sample_means(losses, self.loss, batch)
-            return (means if weights is None else weights.to(means) * means).mean()
-        real = real_tokens(losses, self.loss, batch)
-        sums = torch.where(real, losses, 0).sum(1)
-        return (sums if weights is None else weights.to(sums) * sums).sum() / real.sum()
-
-
 class _One:
     """A model that is trained by itself."""
 
@@ -414,13 +412,13 @@ class _One:
         with torch.no_grad(), _seeded(0), in_words("loss", size), eval_mode(self.model):
             check_losses(loss(self.model, _copied(batch)), size, "loss")
 
-    def gradient(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
+    def gradient(self, objective: Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         """Take the gradient of the mean loss."""
         for parameter in self.parameters:
             parameter.grad = None
         self._backward(objective, batch, weights)
 
-    def _backward(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
+    def _backward(self, objective: Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         objective(self.model, batch, weights).backward()
 
     def clip(self, longest: float) -> None:
@@ -456,7 +454,7 @@ class _Many(_One):
     def parameters(self) -> list[Tensor]:
         return [value for value in self._weights.values() if value.requires_grad]
 
-    def _backward(self, objective: _Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
+    def _backward(self, objective: Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         """Of each model's mean loss on its own part of a batch."""
         call = Called(self.model, objective)
 
@@ -490,6 +488,10 @@ class _Many(_One):
                 own[name].copy_(value[number])
             model.zero_grad(set_to_none=True)
         return [model.eval() for model in self._models]
+
+
+def _scheduled(schedule: Callable[[torch.optim.Optimizer, int], Any], steps: int, optimizer: Any) -> Any:
+    return schedule(optimizer, steps)
 
 
 def _stacked(

@@ -101,13 +101,13 @@ def examine(directory: Path, *, kept_weights: bool = True) -> list[Finding]:
                 continue
             whole = complete and name != "temperature"  # which goes unknown where memory is short
             attempt(_check_trace, traces, name, config, manifest, Run(directory).healthy_chains, whole)
-        if traces is not None and center is not None and "replay" not in manifest:  # both are being widened
+        if traces is not None and center is not None and "widening" not in manifest:  # both are being widened
             attempt(_check_names, traces, center)
             for name in traces.sets:
                 attempt(_check_center, traces, name, center)
     elif complete:
         attempt(_check_sums, directory / "covariance.safetensors", config, manifest)
-    for path in sorted(path for place in ("state", "replay") for path in (directory / place).glob("*.safetensors")):
+    for path in sorted(path for place in ("state", "widening") for path in (directory / place).glob("*.safetensors")):
         attempt(_check_tensors, path)
     for path in sorted((directory / "examples").glob("*.jsonl")):
         attempt(_check_examples, path)
@@ -122,7 +122,7 @@ def _check_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors, _ = read_tensors(path)
     for name, value in tensors.items():
         # A chain that failed may stand at a checkpoint that is not finite: it is not used.
-        if path.parent.name not in ("state", "replay") and not torch.isfinite(value).all():
+        if path.parent.name not in ("state", "widening") and not torch.isfinite(value).all():
             raise _damaged(str(path), f"{name} with values that are not finite", "finite values")
     return tensors
 

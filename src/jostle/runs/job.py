@@ -39,8 +39,8 @@ from jostle.runs.layout import (
 from jostle.runs.manifest import place_of_traces
 from jostle.runs.planning import describe_plan, make_plan
 from jostle.runs.preparing import DataSets, Functions, Prepared, check_ranks, check_sharded, prepare
-from jostle.runs.replaying import replay_queries, try_replay
 from jostle.runs.rounds import Rounds
+from jostle.runs.widening import try_widening, widen
 from jostle.traces.store import Traces
 from jostle.traces.stores import check_url
 
@@ -307,7 +307,7 @@ class Job:
     def _go_on(self, manifest: dict[str, Any]) -> None:
         if "query" in self._changes(manifest) and self._ranks.first_crew:
             train, at_once = self._prepared.observers["train"], self._execution.chains_at_once
-            try_replay(self._directory, manifest, self._dynamics, train, at_once=at_once)
+            try_widening(self._directory, manifest, self._dynamics, train, at_once=at_once)
 
         def continued() -> dict[str, Any]:
             observers = self._prepared.observers
@@ -326,13 +326,13 @@ class Job:
             checkpoint_seconds=self._manner.checkpoint_seconds,
             interrupted=interrupted,
         )
-        if "replay" in manifest:
+        if "widening" in manifest:
             assert self._queries is not None
-            added = self._queries.part(range(manifest["replay"]["queries"], len(self._queries)))
+            added = self._queries.part(range(manifest["widening"]["queries"], len(self._queries)))
             size = self._prepared.observers["query"].batch_size
             observer = Observer(self._in_place, self._functions.loss, added, size)
             train = self._prepared.observers["train"]
-            replay_queries(self._directory, manifest, ranks, self._dynamics, observer, train, pace=pace, shown=shown)
+            widen(self._directory, manifest, ranks, self._dynamics, observer, train, pace=pace, shown=shown)
         if manifest["status"] != ADDING_QUERIES:
             observers = self._prepared.observers
             own = ranks.chains(self._config.chains, pace.at_once)

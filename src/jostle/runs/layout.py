@@ -234,7 +234,7 @@ def open_run(
     stored, _ = read_tensors(directory / "center.safetensors")
     for name, now in at_center.items():
         then = stored.get(name, torch.empty(0))
-        if name == "loss on query" and (more_queries or "replay" in manifest):
+        if name == "loss on query" and (more_queries or "widening" in manifest):
             now = now[: len(then)]
         same_shape = then.shape == now.shape
         if not same_shape or (then - now.cpu()).norm() > max(1e-3, tolerance) * then.norm() + 1e-6:
@@ -326,7 +326,7 @@ def go_on(
 ) -> None:
     """Make what is there ready to go on: clear away what a crash left, and make room for what is asked for now.
 
-    ``recorded`` in the manifest says what was complete when the run was extended, and ``replay`` which of its queries
+    ``recorded`` in the manifest says what was complete when the run was extended, and ``widening`` which of its queries
     were there at so many draws of its chains; ``query`` is their fingerprint now, and who observes them.
     """
     for leftover in directory.rglob("*.partial"):
@@ -338,7 +338,7 @@ def go_on(
         _set_aside(directory)
         columns = Traces(place_of_traces(directory, manifest)).columns("query")
         recorded = {"chains": manifest["planned"]["chains"], "draws": manifest["draws"]}
-        manifest["replay"] = {"queries": columns.samples, "columns": columns.total, **recorded}
+        manifest["widening"] = {"queries": columns.samples, "columns": columns.total, **recorded}
         # What names the queries comes first: whoever resumes after a crash from here on adds them.
         settings = read_config(directory) | ({"source": dict(source)} if source else {})
         replace_file(directory / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
@@ -351,7 +351,7 @@ def go_on(
         manifest["status"] = ADDING_QUERIES
     if before != manifest["fingerprints"] or before["config"] != fingerprint:
         write_manifest(directory, manifest)  # first of all, so that nobody takes what follows for a finished run
-    if query is not None and "replay" in manifest:
+    if query is not None and "widening" in manifest:
         _make_room(directory, manifest, query[1], examples)
     _write_config(directory, config, source)
     manifest["fingerprints"]["config"] = fingerprint
@@ -372,7 +372,7 @@ def _make_room(
     examples: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     """Make room for more queries, after the columns that are there; done twice, it is the same."""
-    old = manifest["replay"]["columns"]
+    old = manifest["widening"]["columns"]
     center, about = read_tensors(directory / "center.safetensors")
     now = observer.center_losses.cpu()
     center["loss on query"] = torch.cat([center["loss on query"][:old], now[old:]])
@@ -384,9 +384,9 @@ def _make_room(
 
 def _set_aside(directory: Path) -> None:
     """Keep copies of what will say that there are more queries, until these are observed everywhere."""
-    shutil.rmtree(directory / "replay", ignore_errors=True)
+    shutil.rmtree(directory / "widening", ignore_errors=True)
     for name in filter(lambda name: (directory / name).exists(), SAYS_WHICH_QUERIES):
-        copy = directory / "replay" / "before" / name
+        copy = directory / "widening" / "before" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, copy)
         to_disk(copy)
@@ -394,17 +394,17 @@ def _set_aside(directory: Path) -> None:
 
 def withdraw_queries(directory: Path, manifest: dict[str, Any]) -> None:
     """Put a run back to what it was before queries were added; cut off in this, it is one that they are added to."""
-    before = directory / "replay" / "before"
+    before = directory / "widening" / "before"
     center, _ = read_tensors(before / "center.safetensors")
     traces = Traces(place_of_traces(directory, manifest), writable=True)
-    columns = traces.columns("query").first(manifest["replay"]["queries"])
+    columns = traces.columns("query").first(manifest["widening"]["queries"])
     traces.widen("query", columns, center["loss on query"].numpy())
     for name in SAYS_WHICH_QUERIES:
         if (before / name).exists():
             replace_file(directory / name, (before / name).read_bytes())
         else:
             (directory / name).unlink(missing_ok=True)
-    shutil.rmtree(directory / "replay", ignore_errors=True)
+    shutil.rmtree(directory / "widening", ignore_errors=True)
 
 
 def finish_run(directory: Path, config: Config, manifest: dict[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""More queries at draws that are recorded: at the weights that were kept, or where the chains come by once more."""
+"""`jostle.replay`: what leaving out a training example would do to a query, by the exact derivative of a training."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import shutil
-from collections.abc import Iterable
-from pathlib import Path
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,190 +14,144 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jostle.chains.chain import Dynamics, Group
-from jostle.chains.checkpoints import Checkpoints
-from jostle.chains.observing import Observer
-from jostle.chains.progress import progress_bar
-from jostle.chains.recording import NoRecorder, TraceRecorder
-from jostle.chains.running import Pace, run_chains
-from jostle.errors import InputError
-from jostle.ranks import Ranks
-from jostle.runs.layout import withdraw_queries, write_manifest
-from jostle.runs.manifest import place_of_traces
-from jostle.traces.store import Traces
+from jostle.chains.progress import telling
+from jostle.data.datasets import Collate, Data
+from jostle.errors import EstimateWarning, InputError, warn
+from jostle.models.functional import free_memory
+from jostle.scores import Scores
+from jostle.training.backwards import Backwards
+from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline
+from jostle.training.steps import Root
 
 log = logging.getLogger("jostle")
 
-DEVIATION = 0.01
-"""How far the losses of a chain that walks again may be from those recorded, as a share of how far they have moved."""
+SMOOTHING = 0.1
+"""c of √(v̂ + c·mean v̂), by which Adam's steps are divided in the derivative, with the mean over a tensor."""
+
+STATE_BYTES = 4 << 30
+"""What states of the training may take in a machine's memory; of a GPU's, half of the free."""
+
+QUERIES = 8
+"""Queries whose losses are differentiated at once."""
 
 
-ELSEWHERE = {
-    "expected": "chains that come by where they were",
-    "fix": "add queries on the hardware and with the versions of the run, or sample with keep_weights",
-}
-
-
-class RefusedError(Exception):
-    """Queries cannot be added: what was got, what was expected, what to do."""
-
-    def __init__(self, **words: str) -> None:
-        super().__init__(words["got"])
-        self.words = words
-
-
+@dataclass(frozen=True, eq=False)
 class Replay:
-    """The chains of a run again, at the draws that are recorded, where only what was added is looked at.
+    """What leaving training examples out would do to each query's loss, to first order, along the training's own path.
 
-    Kept weights are read; without them every chain walks again from w*, with the minibatches and the noise that it
-    had, and so arrives at the same draws. That it does is checked on the training losses, at its second draw (the first
-    may be w*) and its last.
+    Attributes:
+        effects: the rise of each query's loss, in nats, if a training example had been left out: positive means that it
+            helped. Left out is: its loss has weight 0, all else stays.
+        tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect. None
+            where they were not asked for.
+        provenance: what it was made from.
+    """
+
+    effects: Float[np.ndarray, "train query"]
+    tokens: list[Float[np.ndarray, "token query"]] | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        train, query = self.effects.shape
+        return f"Replay({train} train × {query} query, effects in nats)"
+
+    @property
+    def scores(self) -> Scores:
+        """The same as `Scores`, for lists, files and evaluation: negative helps, so these are minus the effects."""
+        return self.scores_with(self.provenance)
+
+    def scores_with(self, provenance: Mapping[str, Any]) -> Scores:
+        """Return the scores with another provenance."""
+        return Scores(values=np.negative(self.effects), method="replay", scale=1.0, provenance={**provenance})
+
+
+def smooth_root(share: float) -> Root:
+    """√(v + share·mean v): near v = 0 the derivative of what is divided by √v says nothing of larger changes."""
+
+    def root(square: Tensor) -> Tensor:
+        square = square + share * square.detach().mean()
+        there = square > 0  # nowhere else has there been a gradient
+        return torch.where(there, torch.where(there, square, 1.0).sqrt(), 0.0)
+
+    return root
+
+
+def replay(
+    training: Repeatable,
+    query: Any,
+    *,
+    collate: Collate | None = None,
+    tokens: bool = False,
+    smoothing: float = SMOOTHING,
+    progress: bool = False,
+) -> Replay:
+    """Return what leaving out each training example would do to each query's loss, in nats.
+
+    The training is repeated once, and then gone through backwards: the derivative of a query's loss by the weight of
+    each example's loss, through every step of the optimizer.
 
     Args:
-        dynamics: how the chains move.
-        traces: what is recorded.
-        draws: of each chain.
-        first: how many queries there were; those that were added are counted from here.
-        added: observes the queries that were added.
-        train: observes the training examples.
+        training: what is repeated; ``Trainer.repeatable(seed)`` has that of a `jostle.evaluate.Trainer`.
+        query: the query examples.
+        collate: makes a batch of a list of samples.
+        tokens: return what each training token does, too.
+        smoothing: of what Adam's steps are divided by, in the derivative alone; 0: none.
+        progress: show it.
+
+    Example:
+        >>> found = jostle.replay(trainer.repeatable(seed=0), query)
+        >>> found.scores.top(query=0)
     """
-
-    def __init__(
-        self, dynamics: Dynamics, traces: Traces, *, draws: int, first: int, added: Observer, train: Observer
-    ) -> None:
-        self._dynamics, self._traces = dynamics, traces
-        self._first, self._added, self._train = first, added, train
-        self.model = dynamics.model
-        self._kept = traces.trace("weights") if traces.keeps_weights else None
-        config = dataclasses.replace(dynamics.config, draws=draws, until=None, minutes=None)
-        # Kept weights are one step apart.
-        self.config = config if self._kept is None else dataclasses.replace(config, burn_in=0, thin=1)
-
-    def start(self, chains: list[int]) -> Group:
-        """Put chains at w*, or at the first weights that were kept."""
-        group = self._dynamics.start(chains)
-        self._read(group)
-        return group
-
-    def advance(self, group: Group, most: int = 1) -> None:
-        """Move a group by a step, or by up to so many, or to the next weights that were kept."""
-        if self._kept is None:
-            self._dynamics.advance(group, most)
-        else:
-            group.step += 1
-            self._read(group)
-
-    def observe(self, group: Group) -> dict[str, Float[Tensor, "chain column"]]:
-        """Return the losses of the queries that were added."""
-        draw, last = (group.step - self.config.burn_in) // self.config.thin, self.config.draws - 1
-        if self._kept is None and draw in (min(1, last), last):
-            _require_same(self._dynamics, self._traces, self._train, group, draw)
-        losses = self._added(self.model, group.weights)
-        finite = self.model.crew.all(torch.isfinite(losses))
-        if not finite.all():
-            row, column = (~finite).nonzero()[0].tolist()
-            number = self._first + self._added.columns.owner(column)
-            raise RefusedError(
-                got=f"query {number}, whose loss is {losses[row, column]:g} at draw {draw} of chain "
-                f"{group.chains[row]}",
-                expected="finite losses at every draw",
-                fix="leave it out: the run is as it was",
-            )
-        return {"query": losses}
-
-    def _read(self, group: Group) -> None:
-        if self._kept is not None:
-            for row, chain in enumerate(group.chains):
-                group.weights[row].copy_(self.model.moving.keep(torch.from_numpy(self._kept[chain, group.step])))
+    started = time.perf_counter()
+    if not smoothing >= 0:
+        raise InputError("smoothing", got=smoothing, expected="a share of the mean, from 0 on")
+    repetition = Repetition(training)
+    device = repetition.parameters[0].device
+    free = free_memory(device)
+    asked = Data(query, "query", collate=collate, device=device)
+    with telling(progress) as tell:
+        timeline = Timeline(repetition, STATE_BYTES if free is None else free // 2, tell)
+        timeline.go()
+        backwards = Backwards(repetition, smooth_root(smoothing))
+        parts = np.array_split(np.arange(len(asked)), math.ceil(len(asked) / QUERIES))
+        costs = backwards.of_queries([asked.batch(part) for part in parts])
+        found = _Found(len(training.data), len(asked), tokens)
+        for number, moved in timeline.backwards():
+            costs = backwards.step(costs, number, moved, found.add)
+            tell(f"back at step {number} of {len(repetition)}")
+    bad = np.flatnonzero(~np.isfinite(found.effects).all(0))
+    if len(bad):
+        warn(f"the derivative of query {bad[0]} is not finite: its training amplifies every change", EstimateWarning)
+    return Replay(
+        found.effects, found.tokens,
+        {
+            "steps": len(repetition), "smoothing": smoothing, "states_apart": timeline.apart,
+            "seconds": time.perf_counter() - started,
+        },
+    )  # fmt: skip
 
 
-def try_replay(directory: Path, manifest: dict[str, Any], dynamics: Dynamics, train: Observer, *, at_once: int) -> None:
-    """Refuse, before anything is changed, a run whose chains would not come by where they were.
+class _Found:
+    """Effects as they are summed up, from the last step to the first."""
 
-    The first of them walk to their second draw; kept weights need no such trial.
-    """
-    traces = Traces(place_of_traces(directory, manifest))
-    chains = _not_failed(manifest, range(manifest["planned"]["chains"]))[:at_once]
-    if not chains:
-        raise InputError("query", got="more of them for a run whose chains all failed", expected="draws to see them at")
-    if traces.keeps_weights:
-        return
-    group, config, draw = dynamics.start(chains), dynamics.config, min(1, manifest["draws"] - 1)
-    while group.step < config.burn_in + draw * config.thin:
-        dynamics.advance(group)
-    try:
-        _require_same(dynamics, traces, train, group, draw)
-    except RefusedError as refused:
-        raise InputError("query", **refused.words) from None
+    def __init__(self, train: int, query: int, tokens: bool) -> None:
+        self.effects = np.zeros((train, query), np.float64)
+        self._by_token: list[np.ndarray] | None = [np.zeros((0, query))] * train if tokens else None
 
+    @property
+    def tokens(self) -> list[np.ndarray] | None:
+        return self._by_token
 
-def replay_queries(
-    directory: Path,
-    manifest: dict[str, Any],
-    ranks: Ranks,
-    dynamics: Dynamics,
-    added: Observer,
-    train: Observer,
-    *,
-    pace: Pace,
-    shown: bool,
-) -> None:
-    """Observe queries that were added at the draws that are recorded.
-
-    Raises:
-        InputError: a loss of one of them is not finite at some draw, or the chains do not come by where they were; the
-            run is put back to what it was without them.
-    """
-    there = manifest["replay"]
-    log.info("%d queries are added to %d", added.columns.samples, there["queries"])
-    traces = Traces(place_of_traces(directory, manifest), writable=True)
-    replay = Replay(dynamics, traces, draws=there["draws"], first=there["queries"], added=added, train=train)
-    own = _not_failed(manifest, ranks.chains(there["chains"], pace.at_once))
-    recorder = TraceRecorder(traces, first_column=there["columns"]) if ranks.crew.leads else NoRecorder()
-    refused: dict[str, str] | None = None
-    with progress_bar(shown, len(own) * replay.config.steps[-1], {"query": added}) as report:
-        try:
-            failures, _ = run_chains(
-                replay, recorder, Checkpoints(directory / "replay"), pace, chains=own, report=report
-            )
-            if failures:
-                got = f"chain {failures[0].chain}, whose {failures[0].reason} as they had not before"
-                refused = RefusedError(got=got, **ELSEWHERE).words
-        except RefusedError as error:
-            recorder.flush()  # nothing of it is still being written when it is taken back
-            refused = error.words
-    gathered = ranks.gather(refused)
-
-    def verdict() -> dict[str, str] | None:
-        refused = next((words for words in gathered if words), None)
-        if refused:
-            withdraw_queries(directory, manifest)
-        return refused
-
-    refused = ranks.share(verdict)
-    if refused:
-        raise InputError("query", **refused)
-    del manifest["replay"]
-    if ranks.leads:
-        # Before it is said: no later replay may begin with these.
-        shutil.rmtree(directory / "replay", ignore_errors=True)
-        write_manifest(directory, manifest)
-
-
-def _not_failed(manifest: dict[str, Any], chains: Iterable[int]) -> list[int]:
-    failed = {failure["chain"] for failure in manifest["failed_chains"]}
-    return [chain for chain in chains if chain not in failed]
-
-
-def _require_same(dynamics: Dynamics, traces: Traces, train: Observer, group: Group, draw: int) -> None:
-    """Refuse chains that are elsewhere than they were: what is seen there has nothing to do with what is recorded."""
-    losses, center = traces.losses("train"), traces.center_losses("train")
-    for chain, now in zip(group.chains, train(dynamics.model, group.weights).cpu().numpy(), strict=True):
-        then = losses[chain, draw]
-        off, moved = np.linalg.norm(now - then), np.linalg.norm(then - center)
-        if not off <= DEVIATION * moved + 1e-6 * np.linalg.norm(then):
-            raise RefusedError(
-                got=f"training losses that are {off:.2g} from those recorded at draw {draw} of chain {chain}, "
-                f"which are {moved:.2g} from those at w*",
-                **ELSEWHERE,
-            )
+    def add(self, part: Microbatch, of_losses: Float[Tensor, "query sample ..."]) -> None:
+        values = np.negative(of_losses.double().cpu().numpy())
+        np.add.at(self.effects, part.examples, values.sum(tuple(range(2, values.ndim))).T)
+        if self._by_token is None:
+            return
+        if values.ndim < 3:
+            raise InputError("tokens", got="a loss of one number a sample", expected="a loss of tokens")
+        for example, own in zip(part.examples, values.transpose(1, 2, 0), strict=True):
+            there = self._by_token[example]
+            total = np.zeros((max(len(there), len(own)), own.shape[1]))
+            total[: len(there)] += there
+            total[: len(own)] += own
+            self._by_token[example] = total

@@ -51,7 +51,7 @@ def _read_tensors(path: Path, *, values: bool) -> tuple[dict[str, Tensor], dict[
             "file",
             got=f"{path}, which is damaged ({str(error).partition(chr(10))[0]})",
             expected="it as Jostle wrote it",
-            fix="delete it, and its chain begins again" if path.parent.name in ("state", "replay") else "",
+            fix="delete it, and its chain begins again" if path.parent.name in ("state", "widening") else "",
         ) from error
 
 

@@ -1,0 +1,46 @@
+"""What a step of training minimizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from jostle.losses import Batch, Loss
+from jostle.models.functional import real_tokens, sample_means
+
+Alike = Literal["sequences", "tokens"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step minimizes: Σᵢ wᵢ·ℓᵢ / B of a batch of B or, where tokens count alike, Σᵢ wᵢ·Σₜ ℓᵢₜ / Σᵢ Tᵢ.
+
+    What is divided by has no weights, so that an example of weight 0 takes no part of its batch with it.
+    """
+
+    loss: Loss
+    count_alike: Alike
+
+    def __call__(
+        self, model: nn.Module, batch: Batch, weights: Float[Tensor, " sample"] | None = None
+    ) -> Float[Tensor, ""]:
+        """Return it for a batch, with these weights of its examples."""
+        losses = self.loss(model, batch)
+        if losses.ndim == 1 or self.count_alike == "sequences":
+            means = sample_means(losses, self.loss, batch)
+            return (means if weights is None else weights.to(means) * means).mean()
+        real = real_tokens(losses, self.loss, batch)
+        sums = torch.where(real, losses, 0).sum(1)
+        return (sums if weights is None else weights.to(sums) * sums).sum() / real.sum()
+
+    def shares(self, losses: Float[Tensor, "sample ..."], batch: Batch) -> Float[Tensor, "sample ..."]:
+        """Return what each loss, an example's or a token's, counts in it: 0 where it is none."""
+        if losses.ndim == 1:
+            return torch.full_like(losses, 1 / len(losses))
+        real = real_tokens(losses, self.loss, batch)
+        counted = real.sum() if self.count_alike == "tokens" else real.sum(1, keepdim=True) * len(losses)
+        return real.to(losses.dtype) / counted

@@ -1,0 +1,231 @@
+"""A training that can be repeated: what it began with, and what each of its steps saw."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from jostle.data.datasets import Data
+from jostle.errors import InputError
+from jostle.training.objective import Objective
+from jostle.training.steps import KEPT, kind_of
+
+
+class Microbatch(NamedTuple):
+    """What goes through the model at once, as a part of a step.
+
+    Attributes:
+        examples: their indices.
+        share: by which their mean loss is multiplied: 1 where a step has one microbatch.
+    """
+
+    examples: Int[np.ndarray, " sample"]
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Repeatable:
+    """A training that can be repeated.
+
+    Attributes:
+        model: as it was before the first step, in the mode that it was trained in. It is left as it is.
+        data: what it was trained on.
+        objective: what a microbatch minimizes.
+        optimizer: makes the optimizer of a model's parameters.
+        steps: the microbatches of each step.
+        schedule: makes the schedule of an optimizer, which is stepped with it.
+        clip_norm: what all gradients together were cut to.
+        state: PyTorch's random state before the first step, on the CPU and on each GPU; None: nothing is random.
+    """
+
+    model: nn.Module
+    data: Data
+    objective: Objective
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    steps: Sequence[Sequence[Microbatch]]
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_norm: float | None = None
+    state: RandomState | None = None
+
+
+RandomState = tuple[Tensor, list[Tensor]]
+
+
+def random_state() -> RandomState:
+    """Return PyTorch's random state, on the CPU and on each GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def set_random_state(state: RandomState) -> None:
+    """Put PyTorch's random state back."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextlib.contextmanager
+def own_randomness() -> Iterator[None]:
+    """Leave PyTorch's random state as it was."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@dataclass
+class Snapshot:
+    """All that a step begins with.
+
+    Attributes:
+        weights: of each parameter.
+        buffers: of the model.
+        optimizer: its state, and that of its schedule.
+        state: PyTorch's random state.
+    """
+
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any] | None
+    state: RandomState
+
+    def equals(self, other: Snapshot) -> bool:
+        """Whether two are the same, to the bit."""
+        pairs = zip((*self.weights, *self.buffers), (*other.weights, *other.buffers), strict=True)
+        return all(torch.equal(one, another) for one, another in pairs)
+
+
+class Repetition:
+    """A training as it is repeated, one step after another.
+
+    Args:
+        training: what is repeated. Its model is copied.
+
+    Attributes:
+        model: as it stands.
+        optimizer: as it stands.
+        kind: of the optimizer.
+        number: how many steps were taken.
+    """
+
+    def __init__(self, training: Repeatable) -> None:
+        self.about, self.number = training, 0
+        self.model = copy.deepcopy(training.model)
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        if not self.parameters:
+            raise InputError("model", got="no parameter that requires a gradient", expected="some that are trained")
+        self.optimizer = training.optimizer(self.parameters)
+        self.kind = kind_of(self.optimizer)
+        self._schedule = None if training.schedule is None else training.schedule(self.optimizer)
+        self.random = training.state or random_state()
+
+    def __len__(self) -> int:
+        return len(self.about.steps)
+
+    def step(self) -> list[bool]:
+        """Take the next step, as the training did; return which parameters it moved."""
+        about = self.about
+        with own_randomness():
+            set_random_state(self.random)
+            self.optimizer.zero_grad()
+            for part in about.steps[self.number]:
+                value = about.objective(self.model, about.data.batch(part.examples))
+                (value if part.share == 1 else part.share * value).backward()
+            moved = [value.grad is not None for value in self.parameters]
+            if about.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.parameters, about.clip_norm)
+            self.optimizer.step()
+            if self._schedule is not None:
+                self._schedule.step()
+            self.random = random_state()
+        self.number += 1
+        return moved
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of all that the next step begins with."""
+        return Snapshot(
+            [value.detach().clone() for value in self.model.parameters()],
+            [value.clone() for value in self.model.buffers()],
+            copy.deepcopy(self.optimizer.state_dict()),
+            None if self._schedule is None else copy.deepcopy(self._schedule.state_dict()),
+            self.random,
+        )
+
+    @torch.no_grad()
+    def go_back_to(self, snapshot: Snapshot, number: int) -> None:
+        """Stand again where a copy was made."""
+        for places, values in (
+            (self.model.parameters(), snapshot.weights), (self.model.buffers(), snapshot.buffers)
+        ):  # fmt: skip
+            for place, value in zip(places, values, strict=True):
+                place.copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(snapshot.optimizer))
+        if self._schedule is not None and snapshot.schedule is not None:
+            self._schedule.load_state_dict(copy.deepcopy(snapshot.schedule))
+        self.random, self.number = snapshot.state, number
+
+
+class Timeline:
+    """A training's steps from the last to the first, with all that each of them began with.
+
+    What does not fit into memory is made again: of T steps, about every √T-th is kept, and from there the training is
+    repeated.
+
+    Args:
+        repetition: stands at the first step, and afterwards at the last.
+        room: how many bytes states may take.
+        tell: is told how far it has come.
+    """
+
+    def __init__(self, repetition: Repetition, room: int, tell: Callable[[str], None] = lambda what: None) -> None:
+        self._repetition, self._tell = repetition, tell
+        self._first = repetition.snapshot()
+        steps, size = len(repetition), max(1, _bytes_of(repetition))
+        fit = room // size
+        self.apart = 1 if steps <= fit else max(1, math.isqrt(steps - 1) + 1)
+        """Steps from one state that is kept to the next."""
+        self.bytes = size * min(steps, steps if self.apart == 1 else 2 * self.apart)
+        """About what states take."""
+        self._kept: dict[int, Snapshot] = {}
+
+    def go(self) -> None:
+        """Repeat the training to its end."""
+        repetition = self._repetition
+        while repetition.number < len(repetition):
+            number = repetition.number
+            if number % self.apart == 0:
+                self._kept[number] = self._first if number == 0 else repetition.snapshot()
+            repetition.step()
+            self._tell(f"step {number + 1} of {len(repetition)}")
+
+    def backwards(self) -> Iterator[tuple[int, list[bool]]]:
+        """Stand before each step, from the last on; give its number, and which parameters it moves."""
+        repetition, end = self._repetition, len(self._repetition)
+        for start in sorted(self._kept, reverse=True):
+            repetition.go_back_to(self._kept.pop(start), start)
+            states = []
+            for number in range(start, end):
+                before = repetition.snapshot()
+                states.append((number, before, repetition.step()))
+            while states:
+                number, before, moved = states.pop()
+                repetition.go_back_to(before, number)
+                del before
+                yield number, moved
+            end = start
+
+
+def _bytes_of(repetition: Repetition) -> int:
+    """What a state takes."""
+    weights = sum(value.numel() * value.element_size() for value in repetition.model.parameters())
+    trained = sum(value.numel() * value.element_size() for value in repetition.parameters)
+    buffers = sum(value.numel() * value.element_size() for value in repetition.model.buffers())
+    return weights + buffers + len(KEPT[repetition.kind]) * trained

@@ -1,0 +1,239 @@
+"""The derivative of a training: against central differences of whole trainings, in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jostle
+from jostle.data.datasets import Data
+from jostle.evaluate import Trainer
+from jostle.losses import Loss
+from jostle.runs import replaying
+from jostle.training.objective import Objective
+from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline, random_state
+
+TRAIN, QUERY, STEPS = 20, 5, 12
+NUDGE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Nudged:
+    """A loss of which one example's, or one token's, counts a little more; the examples say which they are."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.weights = loss, torch.ones(TRAIN)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        which, *batch = batch
+        found = self.loss(model, batch if len(batch) > 1 else batch[0])
+        return found * (self.weights[which] if self.weights.ndim == found.ndim else self.weights[which][:, None])
+
+
+def examples(count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.arange(first, first + count), torch.randn(count, 5), torch.randint(0, 3, (count,))
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 8, bias=False), *layers, nn.Tanh(), nn.Linear(8, 3))
+
+
+def frozen() -> nn.Sequential:
+    model = network()
+    model[0].requires_grad_(False)
+    return model
+
+
+def plan(microbatches: int = 1) -> list[list[Microbatch]]:
+    generator = np.random.default_rng(0)
+    return [[Microbatch(generator.integers(0, TRAIN, 4), 1 / microbatches) for _ in range(microbatches)]
+            for _ in range(STEPS)]  # fmt: skip
+
+
+def in_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first], "lr": 0.03}, {"params": others, "weight_decay": 0.3}], lr=0.01)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def sgd(**settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.1, **settings)
+
+
+def adam(kind: Any = torch.optim.Adam, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: kind(parameters, lr=0.01, **settings)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "sgd": (network, sgd(), {}),
+    "momentum and coupled decay": (network, sgd(momentum=0.9, weight_decay=0.05), {}),
+    "nesterov": (network, sgd(momentum=0.9, nesterov=True), {}),
+    "dampening": (network, sgd(momentum=0.9, dampening=0.3), {}),
+    "adam and coupled decay": (network, adam(weight_decay=0.1), {}),
+    "adamw": (network, adam(torch.optim.AdamW, weight_decay=0.1), {}),
+    "groups": (network, in_groups, {}),
+    "rates by step": (network, adam(), {"schedule": falling}),
+    "clipping": (network, sgd(momentum=0.9), {"clip_norm": 0.3}),
+    "accumulation": (network, adam(), {"steps": plan(2)}),
+    "frozen weights": (frozen, sgd(momentum=0.9), {}),
+    "batch norm": (lambda: network(nn.BatchNorm1d(8)), sgd(momentum=0.9), {"steps": plan(2)}),
+    "batch norm, plain mean": (lambda: network(nn.BatchNorm1d(8, momentum=None, affine=False)), adam(), {}),
+    "dropout": (lambda: network(nn.Dropout(0.3)), adam(), {}),
+}
+
+
+def training_of(model: nn.Module, optimizer: Any, loss: Loss, data: Any, **settings: Any) -> Repeatable:
+    given: dict[str, Any] = {"steps": plan(), "state": random_state()} | settings
+    return Repeatable(model.train(), Data(data, "train"), Objective(loss, "sequences"), optimizer, **given)
+
+
+def ends(training: Repeatable, query: Any) -> Tensor:
+    """The queries' losses after the training."""
+    repetition = Repetition(training)
+    while repetition.number < len(repetition):
+        repetition.step()
+    with torch.no_grad():
+        return training.objective.loss(repetition.model.eval(), Data(query, "query").whole())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_examples(name: str) -> None:
+    new_model, optimizer, settings = CASES[name]
+    loss, train, query = Nudged(jostle.losses.classification()), examples(TRAIN), examples(QUERY)
+    training = training_of(new_model(), optimizer, loss, train, **settings)
+    found = jostle.replay(training, query, smoothing=0.0).effects
+    truth = np.empty((TRAIN, QUERY))
+    for example in range(TRAIN):
+        sides = []
+        for nudge in (NUDGE, -NUDGE):
+            loss.weights = torch.ones(TRAIN)
+            loss.weights[example] += nudge
+            losses = ends(training, query)
+            sides.append(losses / loss.weights[query[0]])  # the query's own loss is no training loss
+        truth[example] = -((sides[0] - sides[1]) / (2 * NUDGE)).numpy()
+    assert np.linalg.norm(found - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+def test_a_training_is_repeated_to_the_bit_and_left_as_it_is() -> None:
+    torch.set_default_dtype(torch.float32)
+    data, query = examples(TRAIN)[1:], examples(QUERY)[1:]
+    adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)  # noqa: E731
+    trainer = Trainer(
+        lambda seed: network(nn.Dropout(0.2), nn.BatchNorm1d(8)), data, adamw, epochs=3, batch_size=6, clip_norm=1.0,
+        schedule=lambda optimizer, steps: falling(optimizer),
+    )  # fmt: skip
+    expected = trainer(np.arange(TRAIN), 3).state_dict()
+    training = trainer.repeatable(3)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    state = torch.get_rng_state()
+    repetition = Repetition(training)
+    timeline = Timeline(repetition, room=1 << 30)
+    timeline.go()
+    assert all(torch.equal(value, expected[name]) for name, value in repetition.model.state_dict().items())
+    jostle.replay(training, query)
+    assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any("forward" in module.__dict__ for module in training.model.modules())
+
+
+def test_states_that_are_made_again_give_identical_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, query = network(nn.BatchNorm1d(8), nn.Dropout(0.3)), examples(TRAIN)[1:], examples(QUERY)[1:]
+    training = training_of(model, adam(), jostle.losses.classification(), train)
+    kept = jostle.replay(training, query)
+    monkeypatch.setattr(replaying, "STATE_BYTES", 1)
+    again = jostle.replay(training, query)
+    assert (kept.provenance["states_apart"], again.provenance["states_apart"]) == (1, 4)
+    np.testing.assert_array_equal(again.effects, kept.effects)
+
+
+def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
+    vocabulary, length = 7, 6
+    rows = torch.randint(0, vocabulary, (TRAIN, length))
+    rows[::3, -2:] = -1  # shorter ones
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.embedding(tokens.clamp(min=0)).cumsum(1)))
+
+    class NextToken:
+        """Of each token but the first, by those before it; some are none."""
+
+        def __init__(self) -> None:
+            self.weights = torch.ones(TRAIN, length)
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            which, tokens = batch
+            logits = model(tokens[:, :-1])
+            losses = nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:].clamp(min=0), reduction="none")
+            return nn.functional.pad(losses, (1, 0)) * self.weights[which]
+
+        def token_mask(self, batch: Any) -> Tensor:
+            mask = batch[1] >= 0
+            mask[:, 0] = False
+            return mask
+
+    query = torch.arange(QUERY), torch.randint(0, vocabulary, (QUERY, length))
+    for alike in ("sequences", "tokens"):
+        loss = NextToken()
+        training = training_of(Model(), adam(), loss, (torch.arange(TRAIN), rows))
+        training = Repeatable(**{**vars(training), "objective": Objective(loss, alike)})  # type: ignore[arg-type]
+        found = jostle.replay(training, query, tokens=True, smoothing=0.0)
+        assert found.tokens is not None
+        np.testing.assert_allclose([one.sum(0) for one in found.tokens], found.effects, atol=1e-12)
+        for example, token in ((0, 1), (0, 3), (1, 5), (7, 2)):
+            sides = []
+            for nudge in (NUDGE, -NUDGE):
+                loss.weights = torch.ones(TRAIN, length)
+                loss.weights[example, token] += nudge
+                losses = ends(training, query) / loss.weights[query[0]]
+                sides.append(losses[:, 1:].mean(1))
+            truth = -((sides[0] - sides[1]) / (2 * NUDGE)).numpy()
+            assert np.linalg.norm(found.tokens[example][token] - truth) <= 1e-6 * np.linalg.norm(truth)
+        assert not found.tokens[0][-2:].any()  # no tokens
+
+
+def test_the_scale_of_the_loss_changes_no_rank() -> None:
+    train, query = examples(TRAIN)[1:], examples(QUERY)[1:]
+    model, plain = network(), jostle.losses.classification()
+
+    def effects(scale: float) -> np.ndarray:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            return scale * plain(model, batch)
+
+        training = training_of(model, adam(eps=1e-30), loss, train)
+        return jostle.replay(training, query).effects / scale
+
+    np.testing.assert_allclose(effects(100.0), effects(1.0), rtol=1e-6, atol=1e-12)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    train, query, loss = examples(TRAIN)[1:], examples(QUERY)[1:], jostle.losses.classification()
+    for optimizer, match in (
+        (torch.optim.Adagrad, "got a Adagrad"), (adam(amsgrad=True), "got amsgrad=True"),
+    ):  # fmt: skip
+        with pytest.raises(jostle.InputError, match=match):
+            jostle.replay(training_of(network(), optimizer, loss, train), query)
+    with pytest.raises(jostle.InputError, match="smoothing"):
+        jostle.replay(training_of(network(), sgd(), loss, train), query, smoothing=-1.0)
+    with pytest.raises(jostle.InputError, match="expected a loss of tokens"):
+        jostle.replay(training_of(network(), sgd(), loss, train), query, tokens=True)
