@@ -216,6 +216,49 @@ def test_layer_by_layer(name: str) -> None:
         assert close(by_layers, found(vectors), 1e-9)
 
 
+def test_what_layers_have_of_their_own_stays() -> None:
+    """Hooks that replace a layer's `forward`, as those that move it between devices do."""
+    model = language_model("tied llama")
+    layer = model.model.layers[1]
+    plain = layer.forward
+    own = layer.forward = lambda *args, **named: plain(*args, **named)
+    with GaussNewton(model, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
+        vector = torch.randn(1, found.moving.total, dtype=torch.float64)
+        view: Any = found.view
+        assert view._layers._like == [0, 1]
+        assert close(found(vector), vector @ curvature_of_language(model), SINGLE)
+    assert layer.forward is own
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_vectors_are_fewer_where_a_single_example_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model("tied llama")
+    most: list[int] = []
+
+    with GaussNewton(model, "all", jostle.losses.next_token(), Data(sequences(), "train")) as found:
+        vectors = torch.randn(7, found.moving.total, dtype=torch.float64)
+        plain, products = found(vectors), found.view.products
+
+        def short_of_memory(some: Tensor, batch: Any, shares: Tensor) -> Tensor:
+            if len(some) * batch["input_ids"].numel() > 30:
+                raise torch.OutOfMemoryError
+            most.append(len(some) * batch["input_ids"].numel())
+            return products(some, batch, shares)
+
+        monkeypatch.setattr(found.view, "products", short_of_memory)
+        assert close(found(vectors), plain, 1e-9)
+    assert max(most) > 15
+
+
+def test_small_vectors_in_half_precision() -> None:
+    model = language_model("tied llama")
+    with GaussNewton(
+        model, "all", jostle.losses.next_token(), Data(sequences(), "train"), dtype=torch.float16
+    ) as found:
+        vector = torch.randn(1, found.moving.total)
+        assert close(1e8 * found(1e-8 * vector), found(vector), 1e-3)
+
+
 def test_layers_that_are_no_chain(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = language_model("tied llama")
     model.model.layers[1].mlp.down_proj.weight = model.model.layers[0].mlp.down_proj.weight
@@ -257,7 +300,7 @@ def test_logits_as_a_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def both(data: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         with GaussNewton(model, "all", jostle.losses.next_token(), Data(data, "train")) as found:
-            tangents, mask = found.tangents(vectors, found.data, range(4))
+            tangents, mask = found.tangents(vectors, range(4))
             assert mask is not None
             return found(vectors), tangents * mask
 
@@ -294,7 +337,7 @@ def test_rows_shares_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(sequences(), "train")
     vectors = torch.randn(7, MovingWeights(model, "all").total, dtype=torch.float64)
     with GaussNewton(model, "all", jostle.losses.next_token(), data, shares=shares) as found:
-        assert [list(part) for part in found.parts(data)] == [[1], [3], [0], [2]]
+        assert [list(part) for part in found.parts()] == [[1], [3], [0], [2]]
         assert close(found(vectors), vectors @ curvature_of_language(model, shares), SINGLE)
         some = np.array([0, 2 * 0.5, 0, 2 * 0.7])  # two of four, in place of all
         assert close(found(vectors, rows=np.array([3, 1])), vectors @ curvature_of_language(model, some), SINGLE)
@@ -309,7 +352,7 @@ def test_tangents_of_tokens(name: str) -> None:
     with GaussNewton(model, "all", loss, data) as found:
         functional, center = found.model, found.moving.center
         vectors = torch.randn(2, len(center), generator=random, dtype=torch.float64)
-        tangents, mask = found.tangents(vectors, data, [2, 0, 1])
+        tangents, mask = found.tangents(vectors, [2, 0, 1])
         slopes = jacobian(model, lambda model: loss(model, batch)).unflatten(0, (3, 9))
         step = 1e-6
         ahead, behind = (
@@ -419,7 +462,7 @@ def test_losses_of_a_users_own() -> None:
     vectors = torch.randn(2, 26, dtype=torch.float64)
     with GaussNewton(model, "all", called_twice, Data((x, y), "train")) as found:
         slopes = jacobian(model, lambda model: called_twice(model, (x, y)))
-        tangents, mask = found.tangents(vectors, found.data, range(7))
+        tangents, mask = found.tangents(vectors, range(7))
     assert mask is None
     assert close(tangents, vectors @ slopes.T)
 
@@ -546,7 +589,7 @@ def test_recurrent_layers(
     caplog.set_level(logging.INFO, "jostle")
     with GaussNewton(model, "all", jostle.losses.classification(), Data((x, y), "train")) as found:
         dense = found.dense().double()
-        tangents = found.tangents(vectors, found.data, range(6))[0].double()
+        tangents = found.tangents(vectors, range(6))[0].double()
     assert not ways_of(caplog)
     x, model, loss = x.double(), model.double(), jostle.losses.classification()
     assert close(dense, curvature_of_outputs(model, x, lambda z, number: F.cross_entropy(z, y[number])), 1e-5)

@@ -612,30 +612,67 @@ def test_descents_are_the_dense_form(name: str, rate: float, filter: Any, monkey
     assert off(solved.effects[:, asked], truth[:, asked]).max() < 0.03
 
 
+class Private(nn.Module):
+    """A linear map of inputs of which one part is each example's own, as a rare word's embedding is a text's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, SHARED + ALONE, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+SHARED, ALONE = 6, 60
+
+
+def private() -> tuple[Rows, Rows]:
+    """Examples with features of their own, and queries that share the first few's."""
+    random = torch.Generator().manual_seed(0)
+    own = torch.eye(ALONE, dtype=torch.float64)
+    rows = torch.cat([0.3 * torch.randn(ALONE, SHARED, generator=random, dtype=torch.float64), own], dim=1)
+    query = torch.cat([0.3 * torch.randn(8, SHARED, generator=random, dtype=torch.float64), own[:8]], dim=1)
+    targets = torch.randn(ALONE + 8, 1, generator=random, dtype=torch.float64)
+    return (rows, targets[:ALONE]), (query, targets[ALONE:])
+
+
 def test_descents_of_some_examples_a_step_are_right_but_for_the_error_that_they_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, (rows, query) = Linear(), digits("classification")
-    training = Training(optimizer="sgd", total_rate=5.0, weight_decay=1e-3)
-    exact = jostle.solve(model, rows, query, training=training)
+    """Of what an example has alone, too, which a run comes by a few times only."""
+    model, (rows, query) = Private(), private()
+    # An example's own direction has a curvature of 2 in the metric of training, of which a run sees a tenth at a time.
+    given: dict[str, Any] = {
+        "training": Training(optimizer="sgd", total_rate=float(ALONE), times_seen=np.linspace(0.2, 1.8, ALONE)),
+        "loss": LOSSES["regression"],
+    }
+    exact = jostle.solve(model, rows, query, **given)
     monkeypatch.setattr(response, "DENSE", {"cpu": 0})
-    monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 6})
-    stated = {}
-    for runs, seeds in ((2, 8), (8, 2)):
-        given: Any = {"training": training, "runs": runs, "within": 1e-9}
+    monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 4})
+    stated, seeds = {}, 10
+    for runs in (2, 8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EstimateWarning)
-            found = [jostle.solve(model, rows, query, seed=seed, **given) for seed in range(seeds)]
+            found = [
+                jostle.solve(model, rows, query, runs=runs, within=1e-9, seed=seed, **given)
+                for seed in range(seeds if runs == 2 else 2)
+            ]
         assert {one.provenance["runs"] for one in found} == {runs}
-        squares = np.mean([np.square(one.effects - exact.effects).mean(0) for one in found], axis=0)
-        claimed = np.mean([np.square(one.errors) for one in found], axis=0)
-        assert 0.5 < np.median(squares / claimed) < 2
-        # What they have in common is no error of theirs: the mean of eight is nearer by √8.
-        mean = np.mean([one.effects for one in found], axis=0)
-        assert np.median(np.square(mean - exact.effects).mean(0) / squares) < 2 / seeds
-        stated[runs] = np.sqrt(np.median(claimed))
-    assert 0.02 < stated[2] / np.median(exact.spreads) < 0.5
-    assert 1.4 < stated[2] / stated[8] < 2.8
+        stated[runs] = np.sqrt(np.mean([np.square(one.errors) for one in found], axis=0))
+        if runs == 8:
+            break
+        away = np.stack([one.effects - exact.effects for one in found])
+        assert 0.6 < np.median(np.sqrt(np.square(away).mean((0, 1))) / stated[2]) < 1.6
+        # Of many examples left out together; errors of one query go together.
+        some = range(0, ALONE, 3)
+        errors = np.sqrt(np.mean([np.square(one.effect_of_removing(some)[1]) for one in found], axis=0))
+        assert 0.5 < np.median(np.sqrt(np.square(away[:, some].sum(1)).mean(0)) / errors) < 2
+        # What runs have in common is no error of theirs: none is expected, of each query's own example neither.
+        own = np.stack([one.effects[range(8), range(8)] for one in found]) / exact.effects[range(8), range(8)]
+        error = own.std(0, ddof=1) / seeds**0.5
+        assert (np.abs(own.mean(0) - 1) < 4 * error).all()
+        assert np.abs(own.mean() - 1) < 3 * np.sqrt(np.square(error).sum()) / 8 < 0.1
+    assert 1.4 < np.median(stated[2] / stated[8]) < 2.8
 
 
 def test_all_examples_are_seen_where_that_is_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,8 +757,9 @@ def test_blocks_order_and_seeds_change_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     for dense in (2048, 0):
         monkeypatch.setattr(response, "DENSE", {"cpu": dense})
+        monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 150})
         plain = answered()
-        tolerance = 1e-6 if dense else 0.05
+        tolerance = 1e-6 if dense else 0.5
         turned = jostle.solve(model, rows, (query[0][order], query[1][order]), training=training).effects
         assert off(turned, plain[:, order]).max() < tolerance
         assert off(answered(seed=1), plain).max() < tolerance
@@ -753,6 +791,7 @@ def test_effects_of_removing() -> None:
     model, (rows, query) = Linear(), digits("classification")
     solution = jostle.solve(model, rows, query, training=Training(optimizer="sgd", total_rate=3.0))
     rise, error = solution.effect_of_removing([3, 7, 3])
+    assert not error.any()  # by the matrix itself
     np.testing.assert_allclose(rise, solution.effects[[3, 7]].sum(0))
     assert rise.shape == error.shape == (QUERIES,)
     np.testing.assert_allclose(solution.effect_of_removing([3, 7], 5)[0], rise[5:6])
@@ -763,6 +802,18 @@ def test_effects_of_removing() -> None:
             solution.effect_of_removing(bad)
     with pytest.raises(InputError, match="an index from 0 to 19"):
         solution.effect_of_removing([0], QUERIES)
+
+
+@pytest.mark.parametrize("dense", [2048, 0])
+def test_examples_without_a_finite_gradient_are_named(dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curvature knows no targets."""
+    monkeypatch.setattr(response, "DENSE", {"cpu": dense})
+    monkeypatch.setattr(solving, "PROBES", 1)
+    model, (rows, query) = Linear(), digits("regression")
+    rows[1][11] = torch.nan
+    training = Training(optimizer="sgd", total_rate=3.0)
+    with pytest.raises(InputError, match="train: got example 11, whose gradient is not finite"):
+        jostle.solve(model, rows, query, training=training, loss=LOSSES["regression"])
 
 
 def weighs_weights(model: Any, batch: Any) -> Tensor:

@@ -6,9 +6,10 @@ query's gradient p = g on,
     x ← x + reach/S·p,    p ← p − (H + hold)·reach/S·p        in each of S steps,
 
 which ends at x = reach^½·φ(A)·reach^½·g with A = reach^½·(H + hold)·reach^½ and φ(a) = (1 − (1 − a/S)^S)/a. A step sees
-H of a few examples alone. They are drawn independently of p, so the mean of x over such draws is the x of all examples;
-how far one run is from it shows in other runs. As in training, what counts is how many examples are seen in all,
-however many there are.
+H of a few examples alone. They are drawn anew in each step, so the mean of x over such draws is the x of all examples;
+how far one run is from it shows in other runs. (Were each example seen equally often, as by permutations, what it alone
+has would be damped alike in every run, and wrongly: by (1 − a/E)^E if it comes up E times.) As in training, what counts
+is how many examples are seen in all, however many there are.
 
 Where curvature is large, steps have momentum, which lets them be longer: up to a/S = 2(1 + β)/(1 − β).
 
@@ -80,7 +81,7 @@ class Descents:
         self._curvature, self._reach, self._hold = curvature, reach, hold
         self._rng = np.random.default_rng((seed, 2))
         data = curvature.data
-        self.examples = max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data))
+        self.examples = max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data, mean=True))
         if 2 * self.examples >= len(data):  # two runs of some would take as long
             self.see_all()
         largest = self._largest(seed)
@@ -89,6 +90,7 @@ class Descents:
         plain = max(FEWEST_STEPS, math.ceil(largest / LONGEST))
         self.momentum = MOMENTUM if plain > FEWEST_WITH_MOMENTUM else 0.0
         self.steps = max(FEWEST_WITH_MOMENTUM, math.ceil(largest / LONGEST_WITH_MOMENTUM)) if self.momentum else plain
+        self._require_few()
         log.info("largest curvature %.3g: %d steps of %d examples", largest, self.steps, self.examples)
 
     def __len__(self) -> int:
@@ -118,8 +120,11 @@ class Descents:
             if found is not None:
                 return found
             self.steps *= 2
-            if self.steps > TOO_MANY:
-                raise NotFiniteError
+            self._require_few()
+
+    def _require_few(self) -> None:
+        if self.steps > TOO_MANY:
+            raise NotFiniteError
 
     def _run(self, gradients: Tensor, tell: Callable[[str], None]) -> Tensor | None:
         # Of what momentum has taken up, the last steps have not moved on yet; a longer pace makes up for it.
@@ -144,23 +149,21 @@ class Descents:
         return torch.stack([(self._reach * one.square()).sum() for one in vectors]).sqrt()
 
     def _batches(self) -> Iterator[Int[np.ndarray, " row"]]:
-        """All examples in a random order, then all again in another, as many at once as a step sees."""
-        order = np.empty(0, np.int64)
+        """The examples of each step, none twice."""
         for _ in range(self.steps):
-            while len(order) < self.examples:
-                order = np.concatenate([order, self._rng.permutation(len(self))])
-            yield order[: self.examples]
-            order = order[self.examples :]
+            yield self._rng.choice(len(self), self.examples, replace=False)
 
     def _largest(self, seed: int) -> float:
         """The largest eigenvalue of A, of some examples, to a few percent."""
-        root, generator = self._reach.sqrt(), torch.Generator().manual_seed(seed)
+        root, generator = self._reach.sqrt(), torch.Generator(self._reach.device).manual_seed(seed)
         few = min(POWER_VECTORS, len(root))
-        vectors = torch.randn(few, len(root), generator=generator, dtype=root.dtype).to(root.device)
+        vectors = torch.randn(few, len(root), generator=generator, dtype=root.dtype, device=root.device)
         some = self._rng.permutation(len(self))[: 4 * self.examples]
         values = torch.zeros(1)
         for _ in range(POWER_STEPS):
-            vectors = torch.linalg.qr(vectors.T)[0].T
+            lengths, directions = torch.linalg.eigh((vectors @ vectors.T).double())
+            least = torch.finfo(vectors.dtype).eps * lengths[-1]  # of vectors that have become alike, one is left out
+            vectors = (directions * lengths.clamp(min=least).rsqrt()).T.to(vectors.dtype) @ vectors
             scaled = root * vectors
             images = root * (self._curvature(scaled, rows=some) + self._hold * scaled)
             if not torch.isfinite(images).all():

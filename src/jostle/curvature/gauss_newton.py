@@ -94,6 +94,7 @@ class GaussNewton:
         self.shares = np.full(count, 1 / count) if shares is None else np.asarray(shares, np.float64)
         kind = "cuda" if self.device.type == "cuda" else "cpu"
         self._pass_tokens, self._block, self._head_bytes = PASS_TOKENS[kind], BLOCK[kind], HEAD_BYTES[kind]
+        self._most = self._block * self._pass_tokens  # of tokens times vectors at once
         self._context = contextlib.ExitStack()
         self._view: _View | None = None
 
@@ -124,26 +125,34 @@ class GaussNewton:
         """Return H·v of every vector; of some ``rows`` alone, each counts for more by as much as there are fewer."""
         chosen = np.arange(len(self.data)) if rows is None else np.asarray(rows)
         shares = self.shares * (len(self.data) / len(chosen))
-        inner = vectors.to(self.moving.center.dtype)
-        products = (self._product(inner, shares, part) for part in self.parts(self.data, chosen))
+        inner, scale = vectors.to(self.moving.center.dtype), None
+        if inner.dtype == torch.float16:  # has no numbers as small as a step's
+            scale = vectors.abs().amax(1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+            inner = (vectors / scale).to(inner.dtype)
+        products = (self._product(inner, shares, part) for part in self.parts(chosen))
         total = next(products).to(vectors.dtype)
         for found in products:
             total += found
-        return total
+        return total if scale is None else total.mul_(scale)
 
     def _product(self, inner: Tensor, shares: np.ndarray, part: np.ndarray) -> Float[Tensor, "vector weight"]:
-        """The product of some examples; in halves where they have no room."""
+        """The product of some examples; in halves where they have no room, of them or of the vectors."""
+        tokens = len(part) * tokens_of(self.data)
+        block = max(self._block, self._most // tokens)
         try:
             batch, each = self.data.batch(part), torch.from_numpy(shares[part]).to(self.device)
-            tokens = len(part) * tokens_of(self.data)
-            block = max(self._block, self._block * self._pass_tokens // tokens)
             found = [self.view.products(some, batch, each) for some in inner.split(block)]
             return found[0] if len(found) == 1 else torch.cat(found)
         except torch.OutOfMemoryError:
-            if len(part) == 1:
+            if len(part) == 1 and min(block, len(inner)) == 1:
                 raise
         # Only here: an error that is being handled holds on to the memory of what failed.
         self.model.free_memory()
+        self._most = max(1, tokens * min(block, len(inner)) // 2)
+        if len(part) == 1:
+            self._block = min(self._block, max(1, min(block, len(inner)) // 2))
+            log.info("products of %d vectors at once have no room; going on with half", min(block, len(inner)))
+            return self._product(inner, shares, part)
         self._pass_tokens = max(1, self._pass_tokens // 2)
         log.info("products of %d examples at once have no room; going on with half", len(part))
         first, second = (self._product(inner, shares, half) for half in np.array_split(part, 2))
@@ -151,10 +160,10 @@ class GaussNewton:
 
     @torch.no_grad()
     def tangents(
-        self, vectors: Float[Tensor, "vector weight"], data: Data, indices: Sequence[int] | np.ndarray
+        self, vectors: Float[Tensor, "vector weight"], indices: Sequence[int] | np.ndarray
     ) -> tuple[Float[Tensor, "vector sample ..."], Tensor | None]:
         """Return ∇ℓ·v of each sample, or each of its tokens, and which of these are scored (None: all)."""
-        batch = data.batch(indices)
+        batch = self.data.batch(indices)
         inner = vectors.to(self.moving.center.dtype)
         found = [
             self.view.loss_tangents(inner[start : start + self._block], batch)
@@ -162,15 +171,14 @@ class GaussNewton:
         ]
         return torch.cat(found), token_mask(self.loss, batch)
 
-    def parts(self, data: Data, chosen: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Give the examples of a data set, or those chosen, as many at once as go through the model together."""
-        chosen = np.arange(len(data)) if chosen is None else chosen
-        yield from _parts_of(data, chosen, self._pass_tokens)
+    def parts(self, chosen: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Give the examples, or those chosen, as many at once as go through the model together."""
+        yield from _parts_of(self.data, np.arange(len(self.data)) if chosen is None else chosen, self._pass_tokens)
 
-    def dense(self, *, rows: Int[np.ndarray, " row"] | None = None) -> Float[Tensor, "weight weight"]:
-        """Return the matrix itself, of small models alone; ``rows`` are as for products."""
+    def dense(self) -> Float[Tensor, "weight weight"]:
+        """Return the matrix itself, of small models alone."""
         identity = torch.eye(self.moving.total, dtype=self.moving.dtype, device=self.device)
-        found = torch.cat([self(some, rows=rows) for some in identity.split(max(self._block, 256))])
+        found = torch.cat([self(some) for some in identity.split(max(self._block, 256))])
         return (found + found.T) / 2
 
     @property
@@ -180,10 +188,10 @@ class GaussNewton:
         return self._view
 
 
-def tokens_of(data: Data) -> int:
-    """How many tokens the longest example has, or as many tokens as the first has numbers to work at."""
+def tokens_of(data: Data, *, mean: bool = False) -> int:
+    """How many tokens the longest example has, or the mean one, or as many as the first has numbers to work at."""
     if data.lengths is not None:
-        return int(data.lengths.max())
+        return int(data.lengths.mean() if mean else data.lengths.max())
     batch = data.batch(range(1))
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, dict) and "input_ids" in batch:

@@ -247,13 +247,17 @@ class Layers:
 
             return forward
 
+        # A layer may have a `forward` of its own, beside its class's, as hooks that move it between devices do.
+        own = [vars(layer).get("forward") for layer in self._layers]
         for number, layer in enumerate(self._layers):
             layer.forward = stand_in(number)
         try:
             yield
         finally:
-            for layer in self._layers:
+            for layer, forward in zip(self._layers, own, strict=True):
                 del layer.forward
+                if forward is not None:
+                    layer.forward = forward
 
     @contextlib.contextmanager
     def _as_set(self) -> Iterator[None]:
@@ -280,7 +284,7 @@ def _configs(layer: nn.Module) -> list[Any]:
 def _signature(layer: nn.Module) -> list[Any]:
     """What tells the code of a layer: its modules, and their plain settings but for its number."""
     return [
-        (name, type(module), sorted(
+        (name, type(module), id(vars(module).get("forward")), sorted(
             (key, value) for key, value in vars(module).items()
             if isinstance(value, (bool, int, float, str)) and key != "layer_idx"
         ))

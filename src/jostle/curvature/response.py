@@ -44,6 +44,7 @@ class Responses:
         vectors: x of each query.
         errors: the standard error of gᵢᵀx that chance leaves: the root of its mean square over some training examples,
             for each query.
+        together: the mean product of the errors of two of them.
         spreads: the standard deviation of gᵢᵀx over the same examples.
         runs: of whose results x is the mean; 0 where the matrix itself was inverted.
         visits: how many training examples were seen in them, repetitions counted.
@@ -51,6 +52,7 @@ class Responses:
 
     vectors: Float[Tensor, "query weight"]
     errors: Float[np.ndarray, " query"]
+    together: Float[np.ndarray, " query"]
     spreads: Float[np.ndarray, " query"]
     runs: int = 0
     visits: int = 0
@@ -64,7 +66,7 @@ class Response:
         reach: how far training moves each weight; 0 where it never moved.
         hold: the curvature that weight decay adds.
         filter: φ.
-        probes: gradients of some training examples, by whose scores the error is judged.
+        probes: gradients of some training examples, as much as each counts, by whose scores the error is judged.
         seed: of what chance decides.
     """
 
@@ -105,17 +107,16 @@ class Response:
         if self._dense:
             return self._by_matrix(gradients)
         descents, vectors, taken = self._descents, torch.zeros_like(gradients), _Runs()
-        errors = spreads = np.zeros(len(gradients))
+        errors = together = spreads = np.zeros(len(gradients))
         known = "the first run"
         while taken.runs < runs:
             found = descents(gradients, lambda what, known=known: tell(f"{known}, {what}"))
             taken.add(self._scores(found), descents.visits)
             if descents.exact:
-                none = np.zeros(len(gradients))
-                return Responses(found, none, _spread(self._scores(found)), taken.runs, taken.visits)
+                return self._without_error(found, taken.runs, taken.visits)
             vectors += (found - vectors) * (descents.visits / taken.visits)
             del found
-            errors, spreads = taken.errors(), _spread(self._scores(vectors))
+            (errors, together), spreads = taken.errors(), _spread(self._scores(vectors))
             share = float(np.median(errors / np.maximum(spreads, np.finfo(np.float64).tiny)))
             if share <= within:
                 break
@@ -125,7 +126,11 @@ class Response:
                 needed = min(runs, taken.runs * (share / within) ** 2) - taken.runs
                 if needed * descents.examples >= len(descents):
                     descents.see_all()  # one run without chance is no longer than what is needed of others
-        return Responses(vectors, errors, spreads, taken.runs, taken.visits)
+        return Responses(vectors, errors, together, spreads, taken.runs, taken.visits)
+
+    def _without_error(self, vectors: Tensor, runs: int = 0, visits: int = 0) -> Responses:
+        none = np.zeros(len(vectors))
+        return Responses(vectors, none, none, _spread(self._scores(vectors)), runs, visits)
 
     def _by_matrix(self, gradients: Tensor) -> Responses:
         values = self._values.clamp(min=0)
@@ -135,7 +140,7 @@ class Response:
             kept = 1 / (1 + values)
         scaled = (gradients * self._root) @ self._basis
         vectors = (scaled * kept @ self._basis.T * self._root).to(gradients.dtype)
-        return Responses(vectors, np.zeros(len(gradients)), _spread(self._scores(vectors)))
+        return self._without_error(vectors)
 
     def _scores(self, vectors: Float[Tensor, "query weight"]) -> Float[np.ndarray, "probe query"]:
         return (self._probes @ vectors.T.to(self._probes.dtype)).double().cpu().numpy()
@@ -160,14 +165,19 @@ class _Runs:
         self._scores.append(scores)
         self._visits.append(visits)
 
-    def errors(self) -> Float[np.ndarray, " query"]:
-        """The standard error of the mean, by queries: the variance of a run is as 1/visits."""
-        if self.runs < 2:
-            return np.full(self._scores[0].shape[1], np.inf)
+    def errors(self) -> tuple[Float[np.ndarray, " query"], Float[np.ndarray, " query"]]:
+        """The standard error of the mean, by queries, and the mean product of two examples' errors.
+
+        The variance of a run is as 1/visits.
+        """
         scores, visits = np.stack(self._scores), np.array(self._visits, np.float64)
-        mean = np.average(scores, axis=0, weights=visits)
-        of_a_visit = (visits[:, None] * np.square(scores - mean).mean(1)).sum(0) / (self.runs - 1)
-        return np.sqrt(of_a_visit / self.visits)
+        if self.runs < 2:
+            return np.full(scores.shape[2], np.inf), np.zeros(scores.shape[2])
+        away = np.sqrt(visits)[:, None, None] * (scores - np.average(scores, axis=0, weights=visits))
+        squares, probes = np.square(away).sum(1), scores.shape[1]
+        pairs = (np.square(away.sum(1)) - squares) / max(1, probes * (probes - 1))
+        own, together = (one.sum(0) / ((self.runs - 1) * self.visits) for one in (squares / probes, pairs))
+        return np.sqrt(own), together
 
 
 def is_small(moving: MovingWeights) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -49,6 +49,9 @@ ROUNDED = 0.05
 """By how much products in bfloat16 may differ from those in full precision, for the first few queries. Most of it is
 chance again, and differs from step to step."""
 
+ROUNDED_VECTORS = 2
+"""Of which products are compared."""
+
 PROBES = 64
 """Training examples by whose scores it is judged whether a query is solved."""
 
@@ -73,8 +76,9 @@ class Solution:
             helped. Left out is: its loss has weight 0, all else stays.
         errors: of the effects of each query, the standard error that chance leaves, in nats: a root mean square over
             some examples. What the theory itself leaves out (docs/solve.md) is not in it.
-        spreads: the standard deviation of each query's effects, over some of the examples, each counted by the mean
-            share.
+        together: the mean product of two examples' errors, for each query: errors of one query go together, as all of
+            its effects come from one vector.
+        spreads: the standard deviation of each query's effects, over some of the examples.
         solved: whether each query's error is below twice what was asked for, a share of the spread of its effects.
         tokens: for each training example, what its tokens do, (token, query); a query's column sums to the effect.
             Tokens without a loss have 0. None where they were not asked for.
@@ -84,6 +88,7 @@ class Solution:
 
     effects: Float[np.ndarray, "train query"]
     errors: Float[np.ndarray, " query"]
+    together: Float[np.ndarray, " query"]
     spreads: Float[np.ndarray, " query"]
     solved: np.ndarray
     tokens: list[Float[np.ndarray, "token query"]] | None = None
@@ -116,7 +121,7 @@ class Solution:
     def effect_of_removing(
         self, examples: ArrayLike, query: int | None = None
     ) -> tuple[Float[np.ndarray, " query"], Float[np.ndarray, " query"]]:
-        """Return the rise of the queries' losses if all these examples were left out, in nats, and the solver's error.
+        """Return the rise of the queries' losses if all these examples were left out, in nats, and its standard error.
 
         Args:
             examples: their indices, or a mask.
@@ -139,7 +144,9 @@ class Solution:
         if query is not None and not 0 <= query < queries:
             raise InputError("query", got=query, expected=f"an index from 0 to {queries - 1}")
         asked = slice(None) if query is None else slice(query, query + 1)
-        return self.effects[chosen][:, asked].sum(0), self.errors[asked] * len(chosen) ** 0.5
+        many = len(chosen)
+        variances = many * np.square(self.errors[asked]) + many * (many - 1) * self.together[asked]
+        return self.effects[chosen][:, asked].sum(0), np.sqrt(np.maximum(variances, 0))
 
 
 def solve(
@@ -217,13 +224,12 @@ def solve(
     if tokens:
         by_token = [np.concatenate(parts, axis=1) for parts in zip(*(one[2] for one in found), strict=True)]
     responses = [one[0] for one in found]
-    share = float(work.shares.mean())
-    errors, spreads = (
-        share * np.concatenate([getattr(one, name) for one in responses]) for name in ("errors", "spreads")
+    errors, together, spreads = (
+        np.concatenate([getattr(one, name) for one in responses]) for name in ("errors", "together", "spreads")
     )
     solved = errors <= FAR * within * spreads
     solution = Solution(
-        effects, errors, spreads, solved, by_token, moments,
+        effects, errors, together, spreads, solved, by_token, moments,
         {
             "fingerprints": {
                 **{name: data.fingerprint() for name, data in sets.items()}, **fingerprints_of(model, moving)
@@ -337,7 +343,7 @@ class _Work:
 
     def _may_be_rounded(self) -> bool:
         """Whether products in bfloat16 are quicker, and known to work: of language models, on a GPU."""
-        if not self.moving.center.is_cuda or self.moving.dtype != torch.float32 or is_small(self.moving):
+        if not self.moving.center.is_cuda or self.moving.center.dtype != torch.float32 or is_small(self.moving):
             return False
         return LanguageHead.of(self.loss, self.model, self.train.batch(range(1))) is not None
 
@@ -348,11 +354,12 @@ class _Work:
         rounded = GaussNewton(
             self.model, self.weights, self.loss, self.train, shares=exact.shares, dtype=torch.bfloat16
         )  # fmt: skip
-        few, found = self.reach * probes[:FEWEST_PROBES], []
+        few, found = self.reach * probes[:ROUNDED_VECTORS], []
         for curvature in (exact, rounded):
             with curvature:
                 found.append(self.reach.sqrt() * curvature(few, rows=np.arange(min(FEWEST_PROBES, len(self.train)))))
-        differ = float((found[1] - found[0]).norm() / found[0].norm())
+        size = found[0].norm()
+        differ = float(found[0].sub_(found[1]).norm() / size)
         log.info("products in bfloat16 differ by %.2g", differ)
         return rounded if differ <= ROUNDED else exact
 
@@ -364,15 +371,12 @@ class _Work:
         except NotFiniteError:
             with InPlace(self.model, self.moving) as model:
                 for some, rows in PerExample(model, self.loss)(self.train, range(len(self.train))):
-                    bad = torch.isfinite(rows).all(1).logical_not().nonzero()
-                    if len(bad):
-                        got = f"example {some[int(bad[0, 0])]}, whose gradient is not finite"
-                        raise InputError("train", got=got, expected="finite gradients", fix="leave it out") from None
+                    self._finite(rows, some)
             got = "a curvature that is not finite, or of which no length of steps is stable"
             raise InputError("loss", got=got, expected="finite curvature at every training example") from None
 
     def _probes(self) -> Float[Tensor, "probe weight"]:
-        """Gradients of some training examples."""
+        """Gradients of some training examples, each as much as it counts."""
         kind = "cuda" if self.moving.center.is_cuda else "cpu"
         size = self.moving.total * self.moving.dtype.itemsize
         count = min(PROBES, len(self.train), max(FEWEST_PROBES, PROBE_BYTES[kind] // size))
@@ -382,8 +386,15 @@ class _Work:
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             for place, rows in each(some, range(count)):
-                probes[place.start : place.stop] = rows
-        return probes
+                probes[place.start : place.stop] = self._finite(rows, chosen[place.start : place.stop])
+        return probes.mul_(torch.from_numpy(self.shares[chosen]).to(probes)[:, None])
+
+    def _finite(self, rows: Float[Tensor, "sample weight"], examples: Sequence[int]) -> Float[Tensor, "sample weight"]:
+        bad = torch.isfinite(rows).all(1).logical_not().nonzero()
+        if len(bad):
+            got = f"example {examples[int(bad[0, 0])]}, whose gradient is not finite"
+            raise InputError("train", got=got, expected="finite gradients", fix="leave it out")
+        return rows
 
     def _blocks(self) -> Iterator[range]:
         """Queries that are solved together."""
@@ -401,14 +412,14 @@ class _Work:
         with InPlace(self.model, self.moving) as model:
             each = PerExample(model, self.loss)
             for some, rows in each(self.train, range(len(self.train))):
-                effects[some.start : some.stop] = (rows @ vectors.T).float().cpu().numpy()
+                effects[some.start : some.stop] = (self._finite(rows, some) @ vectors.T).float().cpu().numpy()
         return effects * self.shares[:, None].astype(np.float32)
 
     def _token_effects(self, exact: GaussNewton, vectors: Tensor) -> list[Float[np.ndarray, "token query"]]:
         """Of each example, ω/T·∇ℓₜᵀx of every token: 0 where it has no loss."""
         effects: list[np.ndarray] = [np.empty(0)] * len(self.train)
-        for part in exact.parts(self.train):
-            tangents, mask = exact.tangents(vectors, self.train, part)
+        for part in exact.parts():
+            tangents, mask = exact.tangents(vectors, part)
             if mask is not None:
                 tangents = torch.where(mask, tangents, 0.0)
             values = tangents.movedim(0, 2).float().cpu().numpy()

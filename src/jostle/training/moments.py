@@ -165,12 +165,13 @@ def require_similar_moments(rows: Sequence[MomentComparison]) -> None:
 
 
 def _row(name: str, given: Float[Tensor, " weight"], estimated: Float[Tensor, " weight"]) -> MomentComparison:
-    place = estimated > 0
-    pair = [values[place].double().sqrt() for values in (given, estimated)]
+    sampled = [_sample(values) for values in (given, estimated)]
+    place = sampled[1] > 0
+    pair = [values[place].double().sqrt() for values in sampled]
     if not len(pair[1]):
         return MomentComparison(name, float("nan"), float("nan"))
     ratio = float(pair[0].mean() / pair[1].mean())
-    return MomentComparison(name, ratio, _rank_correlation(*(_sample(values).cpu().numpy() for values in pair)))
+    return MomentComparison(name, ratio, _rank_correlation(*(values.cpu().numpy() for values in pair)))
 
 
 def _sample(values: Float[Tensor, " weight"]) -> Float[Tensor, " some"]:
