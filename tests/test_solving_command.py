@@ -118,6 +118,14 @@ def test_what_is_not_solved_is_said(place: Path, tmp_path: Path, monkeypatch: py
         ("a.safetensors", "batch_size: got 2 examples on each device, expected the examples in an optimizer step"),
         ("a.safetensors --checkpoint gone", "checkpoint: got gone, without optimizer.pt"),
         ("a.safetensors --batch-size 2 --momentum 0.9", "momentum: got it beside a checkpoint, which knows it"),
+        (
+            "a.safetensors --examples 99",
+            f"train: got {len(TRAIN)} of the 99 examples, expected all of them, or --total",
+        ),
+        (
+            "a.safetensors --optimizer adamw --total-rate 1 --batch-size 2 --momentum 0.9",
+            "momentum: got 0.9, expected it",
+        ),
         ("a.safetensors --show 2", "show: got 2, expected an index below 2"),
     ],
 )
@@ -140,3 +148,14 @@ def test_a_model_that_nobody_says_the_training_of(place: Path, tmp_path: Path) -
     result = jostle_command("solve", tmp_path / "a.safetensors", *words)
     assert result.exit_code == 2
     assert "training: got nothing that says how the model was trained" in " ".join(result.stderr.split())
+    (tmp_path / "bare" / "trainer_state.json").write_text("{}")
+    result = jostle_command("solve", tmp_path / "a.safetensors", *words)
+    assert "a checkpoint of the Trainer without its optimizer.pt" in " ".join(result.stderr.split())
+
+
+def test_moments_that_are_estimated(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    words = [file, *sources(place), "--examples", len(TRAIN), "--estimate-moments", "-k", 0]
+    result = jostle_command("solve", *words)
+    assert result.exit_code == 0
+    assert "Second moments are estimated at the checkpoint" in result.stderr

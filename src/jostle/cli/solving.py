@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from pathlib import Path
@@ -91,12 +92,23 @@ def solve(
         float | None,
         typer.Option(metavar="C", help="The mean of min(1, max norm / norm). Default: 1.", rich_help_panel=_NUMBERS),
     ] = None,
+    estimate_moments: Annotated[
+        bool,
+        typer.Option(
+            "--estimate-moments",
+            help="Estimate Adam's second moments at the checkpoint, in place of the optimizer's own.",
+            rich_help_panel=_FROM,
+        ),
+    ] = False,
     count_alike: Annotated[
         Literal["tokens", "sequences"], typer.Option(help="Whose losses had the same weight in training.")
     ] = "tokens",
     total: Annotated[
         float | None,
-        typer.Option(metavar="N", help="How many of these all of training had, where --train is only a part."),
+        typer.Option(
+            metavar="N",
+            help="Where --train is only a part: how many tokens all of training had, or sequences with --count-alike.",
+        ),
     ] = None,
     weights: Annotated[
         str | None,
@@ -140,15 +152,23 @@ def solve(
     request = requests.resolve(only_given(flags))
     task = requests.task_of(request)
     collate = task.options.get("collate")
-    queries = len(Data(task.query, "query", collate=collate))
+    queries, given = (len(Data(getattr(task, name), name, collate=collate)) for name in ("query", "train"))
     if k and show >= queries:  # before there is work that would be lost
         raise InputError("show", got=show, expected=f"an index below {queries}")
-    place = checkpoint or _own_checkpoint(request.get("model"))
+    if trained_on is not None and given < trained_on and total is None:
+        raise InputError(
+            "train",
+            got=f"{given} of the {trained_on} examples",
+            expected="all of them, or --total with how many tokens (sequences, with --count-alike sequences) they have",
+        )
+    place = checkpoint or (_own_checkpoint(request.get("model")) if optimizer is None else None)
     alike = {"count_alike": count_alike, "total": total}
     if optimizer is not None and (checkpoint, trained_on, max_grad_norm) != (None, None, None):
         got = "--optimizer beside --checkpoint, --examples or --max-grad-norm"
         raise InputError("training", got=got, expected="numbers, or files")
     training = _training(place, task.model, numbers, alike, trained_on, max_grad_norm)
+    if estimate_moments:
+        training = dataclasses.replace(training, second_moments=None)
     say(str(training))
     solution = jostle.solve(
         task.model, task.train, task.query, training=training, loss=task.loss, collate=collate,
@@ -164,7 +184,9 @@ def solve(
     if k:
         train, query = (task.examples.get(name, []) for name in ("train", "query"))
         print_ranking(Console(highlight=False), scores.top(show, k), train, query)
-        typer.echo(f"what chance leaves as their error is {solution.errors[show]:.1g} nats")
+        error = solution.errors[show]
+        none = "chance leaves no error in them; what the theory leaves out is another matter (docs/solve.md)"
+        typer.echo(f"what chance leaves as their error is {error:.1g} nats" if error else none)
     typer.echo(f"{file}: {' × '.join(map(str, scores.values.shape))} effects in nats; jostle top {file} -q {show}")
     if not solution.solved.all():
         raise typer.Exit(ExitCode.CHAIN_FAILED)
@@ -172,7 +194,15 @@ def solve(
 
 def _own_checkpoint(model: Any) -> Path | None:
     """The model's directory, where it is a checkpoint with its optimizer."""
-    return Path(model) if model is not None and (Path(model) / "optimizer.pt").is_file() else None
+    if model is None:
+        return None
+    if (Path(model) / "trainer_state.json").is_file() and not (Path(model) / "optimizer.pt").is_file():
+        raise InputError(
+            "model", got=f"{model}, a checkpoint of the Trainer without its optimizer.pt", expected="one with it",
+            fix="save with save_only_model=False, or say how it was trained: --optimizer adamw --total-rate ... "
+            "--batch-size ...",
+        )  # fmt: skip
+    return Path(model) if (Path(model) / "optimizer.pt").is_file() else None
 
 
 def _training(

@@ -389,7 +389,9 @@ class _Work:
                 probes[place.start : place.stop] = self._finite(rows, chosen[place.start : place.stop])
         return probes.mul_(torch.from_numpy(self.shares[chosen]).to(probes)[:, None])
 
-    def _finite(self, rows: Float[Tensor, "sample weight"], examples: Sequence[int]) -> Float[Tensor, "sample weight"]:
+    def _finite(
+        self, rows: Float[Tensor, "sample weight"], examples: Sequence[int] | np.ndarray
+    ) -> Float[Tensor, "sample weight"]:
         bad = torch.isfinite(rows).all(1).logical_not().nonzero()
         if len(bad):
             got = f"example {examples[int(bad[0, 0])]}, whose gradient is not finite"

@@ -132,6 +132,8 @@ class Training:
 
     def _require_factors(self) -> None:
         for name in ("momentum", "dampening"):
+            if self.optimizer != "sgd" and getattr(self, name):
+                raise InputError(name, got=getattr(self, name), expected="it of SGD alone; Adam's sums are the same")
             if getattr(self, name) >= 1:
                 raise InputError(name, got=getattr(self, name), expected="a number below 1")
         if not 0 < self.clip_factor <= 1:

@@ -159,8 +159,9 @@ def require_similar_moments(rows: Sequence[MomentComparison]) -> None:
         f"correlation of {whole.rank_correlation:.2f} ({middle:.2f} within tensors)",
         expected=f"a ratio of 1/{LARGEST_RATIO:g} to {LARGEST_LAG:g}, and rank correlations of at least "
         f"{LEAST_CORRELATION:g}",
-        fix="check that the optimizer, batch_size and clipping are this model's, or leave second_moments out "
-        "(dataclasses.replace(training, second_moments=None))",
+        fix="check that the optimizer, batch_size and clipping are this model's. If so, it has changed a lot "
+        "since: have moments estimated (jostle solve --estimate-moments; in Python, "
+        "dataclasses.replace(training, second_moments=None))",
     )
 
 
