@@ -50,6 +50,14 @@ def test_the_example_without_draws_runs_as_it_stands() -> None:
     assert names["cosines"].values.shape == (400, 100)
 
 
+def test_the_example_of_replaying() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs/replay.md", "python")[0], names)
+    assert names["found"].effects.shape == (200, 10)
+    # What was left out is weighed by its derivative: all of them together make the model what it is.
+    assert (names["found"].effects.sum(0) > 0).mean() > 0.7
+
+
 def test_the_examples_of_training_and_of_solving_run_one_after_another() -> None:
     names: dict[str, Any] = {}
     for page in ("training.md", "solve.md"):
