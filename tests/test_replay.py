@@ -117,7 +117,7 @@ def test_weights_of_examples(name: str) -> None:
     new_model, optimizer, settings = CASES[name]
     loss, train, query = Nudged(jostle.losses.classification()), examples(TRAIN), examples(QUERY)
     training = training_of(new_model(), optimizer, loss, train, **settings)
-    found = jostle.replay(training, query, smoothing=0.0).effects
+    found = jostle.replay(training, query, smoothing=0.0, check=0).effects
     truth = np.empty((TRAIN, QUERY))
     for example in range(TRAIN):
         sides = []
@@ -155,9 +155,9 @@ def test_a_training_is_repeated_to_the_bit_and_left_as_it_is() -> None:
 def test_states_that_are_made_again_give_identical_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, train, query = network(nn.BatchNorm1d(8), nn.Dropout(0.3)), examples(TRAIN)[1:], examples(QUERY)[1:]
     training = training_of(model, adam(), jostle.losses.classification(), train)
-    kept = jostle.replay(training, query)
+    kept = jostle.replay(training, query, check=0)
     monkeypatch.setattr(replaying, "STATE_BYTES", 1)
-    again = jostle.replay(training, query)
+    again = jostle.replay(training, query, check=0)
     assert (kept.provenance["states_apart"], again.provenance["states_apart"]) == (1, 4)
     np.testing.assert_array_equal(again.effects, kept.effects)
 
@@ -197,7 +197,7 @@ def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
         loss = NextToken()
         training = training_of(Model(), adam(), loss, (torch.arange(TRAIN), rows))
         training = Repeatable(**{**vars(training), "objective": Objective(loss, alike)})  # type: ignore[arg-type]
-        found = jostle.replay(training, query, tokens=True, smoothing=0.0)
+        found = jostle.replay(training, query, tokens=True, smoothing=0.0, check=0)
         assert found.tokens is not None
         np.testing.assert_allclose([one.sum(0) for one in found.tokens], found.effects, atol=1e-12)
         for example, token in ((0, 1), (0, 3), (1, 5), (7, 2)):
@@ -212,6 +212,36 @@ def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
         assert not found.tokens[0][-2:].any()  # no tokens
 
 
+def test_predictions_are_held_against_trainings() -> None:
+    train, query = examples(TRAIN)[1:], examples(QUERY)[1:]
+    training = training_of(network(), sgd(momentum=0.9), jostle.losses.classification(), train)
+    found = jostle.replay(training, query, share=0.1)
+    check = found.check
+    assert check is not None
+    assert check.left_out == 2
+    assert check.real.shape == check.predicted.shape == (20, QUERY)
+    generator = np.random.default_rng(0)
+    weights = np.ones(TRAIN)
+    weights[generator.permutation(TRAIN)[:2]] = 0
+    ended = []
+    for given in (None, weights):
+        repetition = Repetition(training, given)
+        repetition.go()
+        with torch.no_grad():
+            ended.append(training.objective.loss(repetition.model.eval(), query))
+    np.testing.assert_allclose(check.real[0], ended[1] - ended[0], atol=1e-12)
+    np.testing.assert_allclose(check.predicted[0], found.effects[weights == 0].sum(0), atol=1e-12)
+    (correlation, error), (slope, own) = check.correlation, check.slope
+    assert (
+        abs(correlation - np.corrcoef(*(np.ravel(one - one.mean(0)) for one in (check.real, check.predicted)))[0, 1])
+        < 1e-9
+    )
+    assert correlation > 0.9 > error > 0.001
+    assert abs(slope - 1) < 0.3 + 3 * own
+    assert "20 trainings without 2 random examples: correlation 0.9" in repr(found)
+    assert jostle.replay(training, query, check=0).check is None
+
+
 def test_the_scale_of_the_loss_changes_no_rank() -> None:
     train, query = examples(TRAIN)[1:], examples(QUERY)[1:]
     model, plain = network(), jostle.losses.classification()
@@ -221,7 +251,7 @@ def test_the_scale_of_the_loss_changes_no_rank() -> None:
             return scale * plain(model, batch)
 
         training = training_of(model, adam(eps=1e-30), loss, train)
-        return jostle.replay(training, query).effects / scale
+        return jostle.replay(training, query, check=0).effects / scale
 
     np.testing.assert_allclose(effects(100.0), effects(1.0), rtol=1e-6, atol=1e-12)
 
@@ -235,5 +265,9 @@ def test_what_is_not_known_is_refused() -> None:
             jostle.replay(training_of(network(), optimizer, loss, train), query)
     with pytest.raises(jostle.InputError, match="smoothing"):
         jostle.replay(training_of(network(), sgd(), loss, train), query, smoothing=-1.0)
+    with pytest.raises(jostle.InputError, match="check: got 1"):
+        jostle.replay(training_of(network(), sgd(), loss, train), query, check=1)
+    with pytest.raises(jostle.InputError, match=r"share: got 1\.0"):
+        jostle.replay(training_of(network(), sgd(), loss, train), query, share=1.0)
     with pytest.raises(jostle.InputError, match="expected a loss of tokens"):
         jostle.replay(training_of(network(), sgd(), loss, train), query, tokens=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from jostle.data.datasets import Data
@@ -108,6 +108,7 @@ class Repetition:
 
     Args:
         training: what is repeated. Its model is copied.
+        weights: by which each example's loss is multiplied; default: 1. Denominators stay.
 
     Attributes:
         model: as it stands.
@@ -116,7 +117,7 @@ class Repetition:
         number: how many steps were taken.
     """
 
-    def __init__(self, training: Repeatable) -> None:
+    def __init__(self, training: Repeatable, weights: Float[np.ndarray, " train"] | None = None) -> None:
         self.about, self.number = training, 0
         self.model = copy.deepcopy(training.model)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
@@ -126,6 +127,9 @@ class Repetition:
         self.kind = kind_of(self.optimizer)
         self._schedule = None if training.schedule is None else training.schedule(self.optimizer)
         self.random = training.state or random_state()
+        self._weights = None
+        if weights is not None:
+            self._weights = torch.as_tensor(weights, device=self.parameters[0].device)
 
     def __len__(self) -> int:
         return len(self.about.steps)
@@ -137,7 +141,8 @@ class Repetition:
             set_random_state(self.random)
             self.optimizer.zero_grad()
             for part in about.steps[self.number]:
-                value = about.objective(self.model, about.data.batch(part.examples))
+                given = None if self._weights is None else self._weights[part.examples]
+                value = about.objective(self.model, about.data.batch(part.examples), given)
                 (value if part.share == 1 else part.share * value).backward()
             moved = [value.grad is not None for value in self.parameters]
             if about.clip_norm is not None:
@@ -148,6 +153,11 @@ class Repetition:
             self.random = random_state()
         self.number += 1
         return moved
+
+    def go(self) -> None:
+        """Take all steps that are left."""
+        while self.number < len(self):
+            self.step()
 
     def snapshot(self) -> Snapshot:
         """Return a copy of all that the next step begins with."""
