@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,9 +134,8 @@ def test_weights_of_examples(name: str) -> None:
 def test_a_training_is_repeated_to_the_bit_and_left_as_it_is() -> None:
     torch.set_default_dtype(torch.float32)
     data, query = examples(TRAIN)[1:], examples(QUERY)[1:]
-    adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)  # noqa: E731
     trainer = Trainer(
-        lambda seed: network(nn.Dropout(0.2), nn.BatchNorm1d(8)), data, adamw, epochs=3, batch_size=6, clip_norm=1.0,
+        lambda seed: network(nn.Dropout(0.2), nn.BatchNorm1d(8)), data, adam(torch.optim.AdamW), epochs=3, batch_size=6, clip_norm=1.0,
         schedule=lambda optimizer, steps: falling(optimizer),
     )  # fmt: skip
     expected = trainer(np.arange(TRAIN), 3).state_dict()
@@ -196,7 +196,7 @@ def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
     for alike in ("sequences", "tokens"):
         loss = NextToken()
         training = training_of(Model(), adam(), loss, (torch.arange(TRAIN), rows))
-        training = Repeatable(**{**vars(training), "objective": Objective(loss, alike)})  # type: ignore[arg-type]
+        training = dataclasses.replace(training, objective=Objective(loss, alike))
         found = jostle.replay(training, query, tokens=True, smoothing=0.0, check=0)
         assert found.tokens is not None
         np.testing.assert_allclose([one.sum(0) for one in found.tokens], found.effects, atol=1e-12)

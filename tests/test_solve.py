@@ -755,13 +755,13 @@ def test_blocks_order_and_seeds_change_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert solution.solved.all()
         return solution.effects
 
-    for dense in (2048, 0):
+    # Of seeds, random steps keep what they are known to; the order of queries changes none of them.
+    for dense, together, tolerance in ((2048, 512, 1e-6), (0, 512, 0.05), (0, 150, 0.5)):
         monkeypatch.setattr(response, "DENSE", {"cpu": dense})
-        monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 150})
+        monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": together})
         plain = answered()
-        tolerance = 1e-6 if dense else 0.5
         turned = jostle.solve(model, rows, (query[0][order], query[1][order]), training=training).effects
-        assert off(turned, plain[:, order]).max() < tolerance
+        assert off(turned, plain[:, order]).max() < 1e-6
         assert off(answered(seed=1), plain).max() < tolerance
         with monkeypatch.context() as small:
             small.setattr(gauss_newton, "PASS_TOKENS", {"cpu": 110})

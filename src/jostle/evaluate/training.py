@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from jostle.data.datasets import Collate, Data, map_tensors
@@ -25,7 +25,7 @@ from jostle.errors import InputError
 from jostle.losses import Batch, Loss, described
 from jostle.losses import classification as classification_loss
 from jostle.models.checks import check_losses, in_words, vmap_differs
-from jostle.models.functional import Called, eval_mode, places_of, sample_means
+from jostle.models.functional import called_with, eval_mode, places_of, sample_means
 from jostle.training.objective import Alike, Objective
 from jostle.training.repeatable import Microbatch, Repeatable, random_state
 
@@ -456,12 +456,9 @@ class _Many(_One):
 
     def _backward(self, objective: Objective, batch: Batch, weights: Float[Tensor, " sample"] | None) -> None:
         """Of each model's mean loss on its own part of a batch."""
-        call = Called(self.model, objective)
 
         def one(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *inputs: Any) -> Tensor:
-            numbers = {**parameters, **buffers}
-            given = {f"model.{place}": numbers[name] for name in numbers for place in self._places[name]}
-            return functional_call(call, given, inputs, tie_weights=False)
+            return called_with(self.model, self._places, objective, {**parameters, **buffers}, *inputs)
 
         parts = map_tensors((batch, weights), lambda tensor: tensor.unflatten(0, (len(self._models), -1)))
         if not self._looked:  # a loss may look at a model and its numbers once, which it cannot do below

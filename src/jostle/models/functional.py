@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -76,9 +76,8 @@ class FunctionalModel:
 
     def call_with(self, function: Callable[..., Tensor], weights: Mapping[str, Tensor], *inputs: Any) -> Tensor:
         """Return ``function(model, *inputs)`` with some weights in place of the model's own, by name."""
-        placed = {f"model.{place}": value for name, value in weights.items() for place in self._places[name]}
         with self.precision():
-            return functional_call(Called(self.model, function), placed, inputs, tie_weights=False)
+            return called_with(self.model, self._places, function, weights, *inputs)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Compute as was asked for."""
@@ -244,6 +243,18 @@ class Called(nn.Module):
 def minibatch(data: Data, indices: np.ndarray) -> Batch:
     """Return the samples at these indices; the whole set, made once, where that is all of them."""
     return data.whole() if len(indices) == len(data) else data.batch(indices)
+
+
+def called_with(
+    model: nn.Module,
+    places: Mapping[str, Sequence[str]],
+    function: Callable[..., Any],
+    numbers: Mapping[str, Tensor],
+    *inputs: Any,
+) -> Any:
+    """Return ``function(model, *inputs)`` with these parameters and buffers, by name, in the `places_of` the model."""
+    placed = {f"model.{place}": value for name, value in numbers.items() for place in places[name]}
+    return functional_call(Called(model, function), placed, inputs, tie_weights=False)
 
 
 def sample_means(losses: Float[Tensor, "sample ..."], loss: Loss, batch: Batch) -> Float[Tensor, " sample"]:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import grad, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from jostle.losses import Batch, plain_operations
-from jostle.models.functional import Called, eval_mode, places_of, sample_means
+from jostle.models.functional import called_with, eval_mode, places_of, sample_means
 from jostle.training.repeatable import Microbatch, Repetition, own_randomness, set_random_state
 from jostle.training.steps import Kept, Root, clipped, kept_of, rules_of
 
@@ -108,17 +108,17 @@ class Backwards:
         self._repetition, self._root = repetition, root
         model = repetition.model
         self._model, self._places = model, places_of(model)
-        self._names = {id(value): name for name, value in model.named_parameters()}
-        self._trained = [self._names[id(value)] for value in repetition.parameters]
+        names = {id(value): name for name, value in model.named_parameters()}
+        self._parameters = {names[id(value)]: value for value in repetition.parameters}
+        self._trained = [*self._parameters]
         self._norms = RunningStatistics(model)
         self._objective = repetition.about.objective
         self._shapes: dict[Any, torch.Size] = {}
 
     def of_queries(self, batches: Sequence[Batch]) -> Costs:
         """The derivative of each query's mean loss at the end, in eval mode."""
-        objective, by_name = self._objective, dict(self._model.named_parameters())
-        buffers = dict(self._model.named_buffers())
-        leaves = {name: by_name[name].detach() for name in self._trained}
+        objective, buffers = self._objective, dict(self._model.named_buffers())
+        leaves = {name: value.detach() for name, value in self._parameters.items()}
         statistics = {name: buffers[name].detach() for name in self._norms.names}
 
         def losses(leaves: dict[str, Tensor], statistics: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -133,11 +133,10 @@ class Backwards:
                 rows += [pull(unit) for unit in torch.eye(len(found), dtype=found.dtype, device=found.device)]
         parts = [{name: torch.stack([row[which][name] for row in rows]) for name in kind}
                  for which, kind in enumerate((leaves, statistics))]  # fmt: skip
-        parameters = dict(zip(self._trained, self._repetition.parameters, strict=True))
         kept = {
             name: {
                 own: torch.zeros_like(parts[0][name])
-                for own in kept_of(self._repetition.optimizer, self._repetition.kind, parameters[name])
+                for own in kept_of(self._repetition.optimizer, self._repetition.kind, self._parameters[name])
             }
             for name in self._trained
         }
@@ -155,8 +154,9 @@ class Backwards:
             found: is told the derivative by the weight of each loss of a microbatch, (query, sample, ...).
         """
         repetition, about = self._repetition, self._repetition.about
-        rules = dict(zip(self._trained, (rule for _, rule in self._rules()), strict=True))
-        weights = {name: value.detach() for name, value in zip(self._trained, repetition.parameters, strict=True)}
+        by_parameter = {id(parameter): rule for parameter, rule in rules_of(repetition.optimizer, repetition.kind)}
+        rules = {name: by_parameter[id(value)] for name, value in self._parameters.items()}
+        weights = {name: value.detach() for name, value in self._parameters.items()}
         parts = about.steps[number]
         passes = self._passes(weights, parts)
         gradients = {name: torch.stack([one.gradients[name] for one in passes]).sum(0) for name in self._trained}
@@ -165,8 +165,7 @@ class Backwards:
         before = Costs({**costs.weights}, {**costs.kept}, {**costs.statistics})
         by_gradient: list[Tensor] = []
         for name, gradient in zip(names, cut, strict=True):
-            parameter = repetition.parameters[self._trained.index(name)]
-            kept = kept_of(repetition.optimizer, repetition.kind, parameter)
+            kept = kept_of(repetition.optimizer, repetition.kind, self._parameters[name])
 
             def rule(weight: Tensor, kept: Kept, gradient: Tensor, own: Any = rules[name]) -> tuple[Tensor, Kept]:
                 after, keeps = own(weight, kept, gradient, self._root)
@@ -186,11 +185,6 @@ class Backwards:
                 before.weights[name] = before.weights[name] + value
             found(part, of_losses)
         return before
-
-    def _rules(self) -> list[tuple[nn.Parameter, Any]]:
-        repetition = self._repetition
-        by_parameter = {id(parameter): rule for parameter, rule in rules_of(repetition.optimizer, repetition.kind)}
-        return [(value, by_parameter[id(value)]) for value in repetition.parameters]
 
     def _passes(self, weights: dict[str, Tensor], parts: Sequence[Microbatch]) -> list[_Pass]:
         """The gradient of each microbatch, with its way back."""
@@ -235,8 +229,7 @@ class Backwards:
         return self._shapes[key]
 
     def _call(self, function: Callable[..., Tensor], numbers: Mapping[str, Tensor], *inputs: Any) -> Tensor:
-        given = {f"model.{place}": value for name, value in numbers.items() for place in self._places[name]}
-        return functional_call(Called(self._model, function), given, inputs, tie_weights=False)
+        return called_with(self._model, self._places, function, numbers, *inputs)
 
 
 @dataclass

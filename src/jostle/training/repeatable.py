@@ -97,11 +97,6 @@ class Snapshot:
     schedule: dict[str, Any] | None
     state: RandomState
 
-    def equals(self, other: Snapshot) -> bool:
-        """Whether two are the same, to the bit."""
-        pairs = zip((*self.weights, *self.buffers), (*other.weights, *other.buffers), strict=True)
-        return all(torch.equal(one, another) for one, another in pairs)
-
 
 class Repetition:
     """A training as it is repeated, one step after another.
@@ -197,14 +192,12 @@ class Timeline:
 
     def __init__(self, repetition: Repetition, room: int, tell: Callable[[str], None] = lambda what: None) -> None:
         self._repetition, self._tell = repetition, tell
-        self._first = repetition.snapshot()
         steps, size = len(repetition), max(1, _bytes_of(repetition))
         fit = room // size
         self.apart = 1 if steps <= fit else max(1, math.isqrt(steps - 1) + 1)
         """Steps from one state that is kept to the next."""
-        self.bytes = size * min(steps, steps if self.apart == 1 else 2 * self.apart)
-        """About what states take."""
         self._kept: dict[int, Snapshot] = {}
+        self._moved: list[list[bool]] = []
 
     def go(self) -> None:
         """Repeat the training to its end."""
@@ -212,24 +205,22 @@ class Timeline:
         while repetition.number < len(repetition):
             number = repetition.number
             if number % self.apart == 0:
-                self._kept[number] = self._first if number == 0 else repetition.snapshot()
-            repetition.step()
+                self._kept[number] = repetition.snapshot()
+            self._moved.append(repetition.step())
             self._tell(f"step {number + 1} of {len(repetition)}")
 
     def backwards(self) -> Iterator[tuple[int, list[bool]]]:
         """Stand before each step, from the last on; give its number, and which parameters it moves."""
         repetition, end = self._repetition, len(self._repetition)
         for start in sorted(self._kept, reverse=True):
-            repetition.go_back_to(self._kept.pop(start), start)
-            states = []
-            for number in range(start, end):
-                before = repetition.snapshot()
-                states.append((number, before, repetition.step()))
-            while states:
-                number, before, moved = states.pop()
-                repetition.go_back_to(before, number)
-                del before
-                yield number, moved
+            states = [self._kept.pop(start)]
+            repetition.go_back_to(states[0], start)
+            for _ in range(start + 1, end):
+                repetition.step()
+                states.append(repetition.snapshot())
+            for number in reversed(range(start, end)):
+                repetition.go_back_to(states.pop(), number)
+                yield number, self._moved[number]
             end = start
 
 
