@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 import jostle
 from jostle.curvature import compiled, gauss_newton, jacobians
 from jostle.curvature.gauss_newton import GaussNewton
+from jostle.curvature.rows import embeddings_of, largest_in_rows
 from jostle.data.datasets import Data
 from jostle.losses import LanguageHead, plain_operations
 from jostle.models.functional import FunctionalModel
+from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights
 
 VOCABULARY = 13
@@ -698,7 +700,7 @@ def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(self: Any, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
         found, kept = function(*inputs), {}
 
-        def compile_(graph: Any, tensors: list[Tensor]) -> Any:
+        def compile_(graph: Any, tensors: list[Tensor], options: Any) -> Any:
             kept["graph"] = graph
             return graph
 
@@ -723,3 +725,61 @@ def test_traced_graphs_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     # It would be there, and be read from where nothing is.
     plain = make_fx(lambda x: torch.func.jvp(lambda w: (w * x, x), (x,), (x,))[1])(torch.ones(2))
     assert "_efficientzerotensor" in plain.code
+
+
+# --- padding to what a GPU likes, and rows that one example has alone ---
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tied llama"])
+def test_more_tokens_at_the_end_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts of unequal lengths, some of whose tokens are not scored."""
+    model, data = language_model(name), Data(sequences(), "train")
+    vectors = torch.randn(3, MovingWeights(model, "all").total, dtype=torch.float64)
+    found, read = [], list[int]()
+    body = gauss_newton._LanguageModel._body
+
+    def looked_at(self: Any, batch: Any) -> Any:
+        read.append(batch["input_ids"].shape[1] - 1)
+        return body(self, batch)
+
+    monkeypatch.setattr(gauss_newton._LanguageModel, "_body", looked_at)
+    for multiple in (1, 8):
+        monkeypatch.setattr(gauss_newton, "ALIGNED", {"cpu": multiple})
+        with GaussNewton(model, "all", jostle.losses.next_token(), data) as curvature:
+            read.clear()
+            curvature.view._layers = None
+            found.append((curvature(vectors), curvature.tangents(vectors, range(len(data)))[0]))
+            assert read
+            assert {length % multiple for length in read} == {0}
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).norm() <= 1e-12 * other.norm()
+
+
+def test_curvature_that_one_example_gives_a_row() -> None:
+    """Against the trace of the matrix of each example, over labels drawn many times."""
+    model, rows, loss = language_model("tied llama"), sequences(), jostle.losses.next_token()
+    data, moving = Data(rows, "train"), MovingWeights(model, "all")
+    reach = torch.rand(moving.total, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (name,) = embeddings_of(model, moving, loss, data)
+    place, shape = moving.slices[name], model.get_input_embeddings().weight.shape
+    traces, shares = [], np.array([0.5, 0.5])
+    for row in rows[:2]:
+        with GaussNewton(model, "all", loss, Data([row], "train")) as curvature:
+            traces.append((reach * curvature.dense().diagonal())[place].view(shape).sum(1))
+    found = []
+    with InPlace(model, moving) as inside:
+        for seed in range(100):
+            every = [
+                largest_in_rows(inside, loss, Data([row], "train"), reach, np.ones(1), seed)[place].view(shape)
+                for row in rows[:2]
+            ]
+            found.append(torch.stack(every)[:, :, 0])
+        both = largest_in_rows(inside, loss, Data(rows[:2], "train"), reach, shares, 0)
+    draws = torch.stack(found)
+    error = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - torch.stack(traces)).abs() < 5 * error + 1e-12).all()
+    assert (error < 0.2 * torch.stack(traces).max()).all()
+    assert both[place].view(shape).std(1).max() == 0  # one number for all of a row
+    assert not both[: place.start].any()
+    assert not both[place.stop :].any()

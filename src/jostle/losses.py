@@ -216,7 +216,7 @@ class _NextToken:
         base: Any = model
         network: Any = base.get_base_model() if hasattr(base, "get_base_model") else base  # what an adapter wraps
         accepted = inspect.signature(network.forward).parameters
-        needs_mask = not (isinstance(batch, RightPadded) and _looks_only_back(network, tokens, accepted))
+        needs_mask = not self._may_be_padded(network, batch)
         if not needs_mask:
             inputs.pop("attention_mask", None)
         if "attention_mask" in inputs and "position_ids" in accepted:
@@ -234,6 +234,11 @@ class _NextToken:
             output = network(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
         return network, at_least_float32(logits[:, :-1]), False
+
+    def _may_be_padded(self, network: Any, batch: Batch) -> bool:
+        """Whether more tokens at the end of this batch change nothing for those before."""
+        accepted = inspect.signature(network.forward).parameters
+        return isinstance(batch, RightPadded) and _looks_only_back(network, batch["input_ids"], accepted)
 
     def _cross_entropy(
         self, network: Any, hidden: Float[Tensor, "position width"], targets: Int[Tensor, " position"]
@@ -293,6 +298,7 @@ class LanguageHead:
         linear: W and b.
         states: what the head reads, of every token but the last: ``states(model, batch) -> (B, S − 1, width)``.
         targets: the token that each place is scored on, ``targets(batch) -> (B, S)``.
+        may_be_padded: whether more tokens at the end of a batch change nothing for those before.
         scale: of the logits.
         cap: their soft cap; None where there is none.
     """
@@ -300,6 +306,7 @@ class LanguageHead:
     linear: nn.Linear
     states: Callable[[nn.Module, Batch], Float[Tensor, "batch token width"]]
     targets: Callable[[Batch], Int[Tensor, "batch token"]]
+    may_be_padded: bool
     scale: float
     cap: float | None
 
@@ -314,8 +321,22 @@ class LanguageHead:
         if type(linear) is not nn.Linear:
             return None
         return cls(
-            linear, lambda model, batch: loss._states(model, batch)[1], loss._targets, *_scale_and_cap(network.config)
-        )
+            linear, lambda model, batch: loss._states(model, batch)[1], loss._targets,
+            loss._may_be_padded(network, batch), *_scale_and_cap(network.config),
+        )  # fmt: skip
+
+    def padded(self, batch: Batch, multiple: int) -> Batch:
+        """Return the batch with so many more tokens that a multiple of them is read; the last one never is."""
+        tokens = batch["input_ids"]
+        missing = (1 - tokens.shape[1]) % multiple
+        if not missing or not self.may_be_padded:
+            return batch
+        mask = {"attention_mask": torch.ones_like(tokens)}
+        return type(batch)({
+            key: F.pad(value, (0, missing), value=IGNORED_LABEL if key == "labels" else 0)
+            if value.shape == tokens.shape else value
+            for key, value in {**mask, **batch}.items()
+        })  # fmt: skip
 
     def chances(
         self, states: Float[Tensor, "position width"]

@@ -49,6 +49,11 @@ GROWN = 100.0
 curvature (a word of one text alone): that is noise like other noise, up to here. A run in which p has grown so much is
 lost."""
 
+ALONE = 1.0
+"""How far one visit of an example may take a row that it alone has, as a share of the way to where its loss is flat.
+Where curvature times reach is large, x is one over curvature, whatever the reach: so a shorter one changes little,
+while steps that are too long would make p grow."""
+
 POWER_STEPS, POWER_VECTORS = 8, 4
 """Iterations that find the largest curvature, each of so many vectors."""
 
@@ -67,6 +72,8 @@ class Descents:
         curvature: H, within its context.
         reach: how far training moves each weight; 0 where it never moved.
         hold: the curvature that weight decay adds.
+        stiffest: for each weight, n times the curvature, in the metric of training, that one example gives its row
+            (`largest_in_rows`); 0 where many examples share it.
         seed: of the examples that steps see.
 
     Attributes:
@@ -76,9 +83,15 @@ class Descents:
     """
 
     def __init__(
-        self, curvature: GaussNewton, reach: Float[Tensor, " weight"], hold: Float[Tensor, " weight"], *, seed: int = 0
+        self,
+        curvature: GaussNewton,
+        reach: Float[Tensor, " weight"],
+        hold: Float[Tensor, " weight"],
+        *,
+        stiffest: Float[Tensor, " weight"] | None = None,
+        seed: int = 0,
     ) -> None:
-        self._curvature, self._reach, self._hold = curvature, reach, hold
+        self._curvature, self._reach, self._hold, self._stiffest = curvature, reach, hold, stiffest
         self._rng = np.random.default_rng((seed, 2))
         data = curvature.data
         self.examples = max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data, mean=True))
@@ -130,6 +143,8 @@ class Descents:
         # Of what momentum has taken up, the last steps have not moved on yet; a longer pace makes up for it.
         undone = self.momentum * (1 - self.momentum**self.steps) / (1 - self.momentum)
         pace = self._reach * ((1 - self.momentum) / (self.steps - undone))
+        if self._stiffest is not None and not self.exact:
+            pace *= (ALONE * self.visits / self._stiffest).clamp(max=1.0)
         left, moving, found = gradients.clone(), torch.zeros_like(gradients), torch.zeros_like(gradients)
         largest = GROWN * self._lengths(left)
         for number, rows in enumerate(self._batches(), 1):

@@ -36,7 +36,14 @@ from jostle.curvature.stand_ins import recorder, replayer
 from jostle.data.datasets import Data
 from jostle.errors import InputError
 from jostle.losses import OURS, Batch, LanguageHead, Loss, at_least_float32, described, plain_operations
-from jostle.models.functional import FunctionalModel, eval_mode, real_tokens, sample_means, token_mask
+from jostle.models.functional import (
+    FunctionalModel,
+    eval_mode,
+    free_memory,
+    real_tokens,
+    sample_means,
+    token_mask,
+)
 from jostle.models.weights import MovingWeights, WeightSelection
 
 log = logging.getLogger("jostle")
@@ -51,8 +58,12 @@ BLOCK = {"cuda": 8, "cpu": 16}
 """Vectors that go through the model together: enough to share its own forward pass. More where there are fewer tokens
 than `PASS_TOKENS`."""
 
-HEAD_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-"""What the tangents of logits may take that are there at once."""
+HEAD_BYTES = {"cuda": 8 << 30, "cpu": 64 << 20}
+"""What the tangents of logits may take that are there at once; of a GPU's memory, an eighth of the free."""
+
+ALIGNED = {"cuda": 8, "cpu": 1}
+"""Texts are padded to a multiple of so many tokens, or to one of their length in eighths: a GPU multiplies matrices of
+other sizes at a fraction of its speed, and every length compiles anew."""
 
 PROBES, PROBED = 8, 4
 """Directions in which a loss of the user's own must curve upwards, for so many examples."""
@@ -93,7 +104,9 @@ class GaussNewton:
         count = len(data)
         self.shares = np.full(count, 1 / count) if shares is None else np.asarray(shares, np.float64)
         kind = "cuda" if self.device.type == "cuda" else "cpu"
-        self._pass_tokens, self._block, self._head_bytes = PASS_TOKENS[kind], BLOCK[kind], HEAD_BYTES[kind]
+        self._pass_tokens, self._block = PASS_TOKENS[kind], BLOCK[kind]
+        free = free_memory(self.device)
+        self._head_bytes = HEAD_BYTES[kind] if free is None else min(HEAD_BYTES[kind], free // 8)
         self._most = self._block * self._pass_tokens  # of tokens times vectors at once
         self._context = contextlib.ExitStack()
         self._view: _View | None = None
@@ -400,6 +413,7 @@ class _LanguageModel(_View):
     ) -> None:
         self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
         self._compiled = Compiled(model.device)
+        self._aligned = ALIGNED["cuda" if model.device.type == "cuda" else "cpu"]
         self._layers: Layers | None = None
         moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
         self._weight, self._bias = (
@@ -465,7 +479,14 @@ class _LanguageModel(_View):
         weight = None if self._weight is None else vectors[:, self._weight].unflatten(1, self._head.linear.weight.shape)
         return weight, None if self._bias is None else vectors[:, self._bias]
 
+    def _padded(self, batch: Batch) -> Batch:
+        if self._aligned == 1:
+            return batch
+        eighth = 1 << max(0, (batch["input_ids"].shape[1] - 1).bit_length() - 4)
+        return self._head.padded(batch, max(self._aligned, eighth))
+
     def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
+        batch = self._padded(batch)
         states, moved = self._moved(vectors, batch)
         mask = real_tokens(batch["input_ids"], self._loss, batch)
         counts = torch.where(mask, shares[:, None] / mask.sum(1, keepdim=True).clamp(min=1), 0.0)[:, 1:].flatten()
@@ -510,6 +531,8 @@ class _LanguageModel(_View):
         return change if slopes is None else change * slopes
 
     def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
+        tokens = batch["input_ids"].shape[1]
+        batch = self._padded(batch)
         states, moved = self._moved(vectors, batch)
         moved = moved.flatten(1, 2)
         weight, bias = self._of_head(vectors)
@@ -522,7 +545,7 @@ class _LanguageModel(_View):
             change = self._head.change(flat[where], moved[:, where], beside, bias, slopes)
             own = change.gather(2, targets[where].expand(len(vectors), -1)[:, :, None])[:, :, 0]
             found[:, where] = torch.einsum("kpv,pv->kp", change, chances).to(found.dtype) - own
-        return F.pad(found.view(len(vectors), len(states), -1), (1, 0))
+        return F.pad(found.view(len(vectors), len(states), -1), (1, 0))[..., :tokens]
 
     def _chunk(self, vectors: int) -> int:
         width = self._head.linear.weight.shape[0] * self._model.moving.center.dtype.itemsize

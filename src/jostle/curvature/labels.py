@@ -20,7 +20,7 @@ from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.models.functional import token_mask
 from jostle.models.in_place import InPlace
 
-TOGETHER, SEQUENCES_TOGETHER = 256, 8
+TOGETHER, SEQUENCES_TOGETHER = 256, {"cuda": 64, "cpu": 8}
 """Examples whose labels are drawn at once; those of tokens, each of which has as many numbers as there are tokens."""
 
 
@@ -64,7 +64,8 @@ def of_the_first(model: InPlace, loss: Loss, data: Data) -> Tensor:
 
 def batches(model: InPlace, loss: Loss, data: Data) -> Iterator[Batch]:
     """Give all examples, a few at a time."""
-    at_once = TOGETHER if of_the_first(model, loss, data).ndim == 1 else SEQUENCES_TOGETHER
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    at_once = TOGETHER if of_the_first(model, loss, data).ndim == 1 else SEQUENCES_TOGETHER[kind]
     for start in range(0, len(data), at_once):
         yield data.batch(range(start, min(start + at_once, len(data))))
 

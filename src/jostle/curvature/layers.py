@@ -108,11 +108,15 @@ class Layers:
         """Return what changes of the states weigh in the weights, summed in float32 or wider."""
         calls, last, _ = self._calls(batch)
         moving = self._model.moving
-        found = torch.zeros(len(curved), moving.total, dtype=moving.dtype, device=curved.device)
+        found = torch.empty(len(curved), moving.total, dtype=moving.dtype, device=curved.device)
+        there = set[str]()
 
         def add(slopes: dict[str, Tensor], names: dict[str, str] | None = None) -> None:
             for own, slope in slopes.items():
-                found[:, moving.slices[names[own] if names else own]] += slope.flatten(1)
+                name = names[own] if names else own
+                place = found[:, moving.slices[name]]
+                place.add_(slope.flatten(1)) if name in there else place.copy_(slope.flatten(1))
+                there.add(name)
 
         after, weights = self._after(last, batch)
         curved, slopes = vmap(cast(Any, vjp(after, last, weights)[1]))(curved)
@@ -126,6 +130,9 @@ class Layers:
         before, weights = self._before(batch)
         if weights:
             add(vmap(cast(Any, vjp(before, weights)[1]))(curved)[0])
+        for name in moving.names:
+            if name not in there:
+                found[:, moving.slices[name]] = 0.0
         return found
 
     def _moved_ahead(self, vectors: Tensor, hidden: Tensor, batch: Batch) -> Float[Tensor, "vector ..."]:

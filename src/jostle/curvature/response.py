@@ -67,6 +67,7 @@ class Response:
         hold: the curvature that weight decay adds.
         filter: φ.
         probes: gradients of some training examples, as much as each counts, by whose scores the error is judged.
+        stiffest: what one example gives the rows that it alone has (`largest_in_rows`).
         seed: of what chance decides.
     """
 
@@ -78,6 +79,7 @@ class Response:
         *,
         filter: Filter,
         probes: Float[Tensor, "probe weight"],
+        stiffest: Float[Tensor, " weight"] | None = None,
         seed: int = 0,
     ) -> None:
         self._probes, self._filter = probes, filter
@@ -93,7 +95,8 @@ class Response:
         if filter == "minimum":
             held = torch.where(reach > 0, 1 / reach.clamp(min=torch.finfo(reach.dtype).tiny), 0.0)
             reach, hold = STILL * reach, hold + held
-        self._descents = Descents(curvature, reach, hold, seed=seed)
+            stiffest = None if stiffest is None else STILL * stiffest
+        self._descents = Descents(curvature, reach, hold, stiffest=stiffest, seed=seed)
 
     def __call__(
         self,

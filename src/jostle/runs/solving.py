@@ -22,6 +22,7 @@ from jostle.curvature.gauss_newton import PASS_TOKENS, GaussNewton, tokens_of
 from jostle.curvature.labels import loss_counts, of_the_first, these
 from jostle.curvature.per_example import PerExample, fingerprints_of
 from jostle.curvature.response import Filter, Response, Responses, is_small
+from jostle.curvature.rows import largest_in_rows
 from jostle.data.datasets import Collate, Data
 from jostle.errors import EstimateWarning, InputError, warn
 from jostle.losses import LanguageHead, Loss
@@ -310,14 +311,21 @@ class _Work:
         self, tokens: bool, within: float, runs: int, tell: Callable[[str], None]
     ) -> Iterator[tuple[Responses, Float[np.ndarray, "train query"], list[np.ndarray]]]:
         """Give responses, effects and effects of tokens, of a block of queries after another."""
-        probes = self._probes()
+        probes, stiffest = self._probes(), None
+        if not is_small(self.moving):
+            tell("rows that few examples have")
+            with InPlace(self.model, self.moving) as model:
+                stiffest = largest_in_rows(
+                    model, self.loss, self.train, self.reach, self.shares / self.shares.sum(), self.seed
+                )
         exact = GaussNewton(self.model, self.weights, self.loss, self.train, shares=self.shares / self.shares.sum())
         curvature = self._rounded(exact, probes)
         with curvature:
             tell("the curvature")
             with self._naming_what_is_not_finite():
                 response = Response(
-                    curvature, self.reach, self.hold, filter=self.filter, probes=probes, seed=self.seed
+                    curvature, self.reach, self.hold, filter=self.filter, probes=probes, stiffest=stiffest,
+                    seed=self.seed,
                 )  # fmt: skip
         for block in self._blocks():
             tell(f"queries {block.start} to {block.stop - 1}")
