@@ -9,7 +9,7 @@
 (same seed, same order: a text that is left out has weight 0 in its batch), and keeps the queries' losses in
 `experiments/banks/language`; `methods` compares methods with them. On "wikipedia" settings are chosen, "gentle" is the
 same at half the rate; "pile" is for reporting, and looked at once; "long" has no bank and is for seconds. Training is
-in float32, so that the same training comes out the same.
+in float32 ("wikipedia") or TF32, so that the same training comes out the same.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Model:
     warmup: float = 0.0
     """The share of the steps in which the rate rises; then it falls linearly to 0."""
     clip_norm: float | None = None
+    products: str = "tf32"
+    """How matrix products of training are computed; the same training comes out the same either way."""
     train: int = 1024
     queries: int = 32
     length: int = 128
@@ -83,7 +85,8 @@ class Model:
 
 MODELS = {
     "wikipedia": Model(
-        purpose="choosing", seed=0, rates_tried=(1e-4, 5e-5, 2e-5), epochs=4, batch_size=32, weight_decay=0.01
+        purpose="choosing", seed=0, rates_tried=(1e-4, 5e-5, 2e-5), epochs=4, batch_size=32, weight_decay=0.01,
+        products="ieee",
     ),
     "gentle": Model(
         purpose="choosing", seed=0, rates_tried=(5e-5,), epochs=4, batch_size=32, weight_decay=0.01
@@ -158,6 +161,7 @@ class Trained:
         )  # fmt: skip
         self._factor = torch.ones((), device=device)
         self._step: Any = self._plain_step
+        torch.backends.cuda.matmul.fp32_precision = about.products
         if cuda:
             rows = torch.arange(about.batch_size, device=device)
             weights = torch.ones(about.batch_size, device=device)
@@ -268,6 +272,8 @@ class Trial:
         again, self.repeated, self.changes = training(every[0]), 0.0, None
         if kept is not None:
             losses = kept["losses"]
+            if np.isnan(losses).any():
+                raise SystemExit(f"the bank of {name} is not finished")
             self.left_out, self.changes = 1 - every[1:], losses[1:, None].astype(np.float64) - losses[0]
             self.repeated = float(np.abs(again - losses[0]).max())
         self.about, self.model = about, training.model

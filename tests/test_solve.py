@@ -694,8 +694,7 @@ def test_steps_that_are_too_long_are_made_shorter(
     training = Training(optimizer="sgd", total_rate=1e3)
     exact = jostle.solve(model, rows, query, training=training)
     monkeypatch.setattr(response, "DENSE", {"cpu": 0})
-    monkeypatch.setattr(descent, "LONGEST_WITH_MOMENTUM", 100.0)
-    monkeypatch.setattr(descent, "FEWEST_WITH_MOMENTUM", 1)
+    monkeypatch.setattr(descent, "PACES", (descent.Pace(0.9, 1, 100.0),))
     with caplog.at_level("INFO", "jostle"):
         found = jostle.solve(model, rows, query, training=training)
     assert "not stable at step 16 of" in caplog.text
@@ -894,3 +893,43 @@ def test_rounded_products_are_believed_where_they_are_near(monkeypatch: pytest.M
         apart.append(np.sqrt(np.square(found.effects - exact.effects).mean(0)) / exact.spreads)
     assert np.max(apart) < 0.02
     assert np.abs(apart[1] - apart[0]).max() > 1e-5  # they were rounded
+
+
+class Bags(nn.Module):
+    """What a bag of words is given, by a number of each word's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(SHARED + ALONE, 2, dtype=torch.float64)
+        with torch.no_grad():
+            self.words.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.words(x)).sum(1)
+
+
+def test_rows_that_few_examples_have_take_steps_that_are_not_too_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each text has common words and one of its own, which a run comes by a dozen times, at many times the pace."""
+    random = torch.Generator().manual_seed(0)
+    words = torch.randint(SHARED, (ALONE + 8, 5), generator=random)
+    own = SHARED + torch.cat([torch.arange(ALONE), torch.arange(8)])
+    bags = torch.cat([words, own[:, None]], dim=1)
+    targets = torch.randn(ALONE + 8, 2, generator=random, dtype=torch.float64)
+    model, sets = Bags(), ((bags[:ALONE], targets[:ALONE]), (bags[ALONE:], targets[ALONE:]))
+    given: dict[str, Any] = {"training": Training(optimizer="sgd", total_rate=300.0), "loss": LOSSES["regression"]}
+    exact = jostle.solve(model, *sets, **given)
+    monkeypatch.setattr(response, "DENSE", {"cpu": 0})
+    monkeypatch.setattr(descent, "STEP_TOKENS", {"cpu": 4})
+    away, stable = {}, {}
+    for alone in (1.0, 1e9):
+        monkeypatch.setattr(descent, "ALONE", alone)
+        caplog.clear()
+        with caplog.at_level("INFO", "jostle"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", EstimateWarning)
+            found = jostle.solve(model, *sets, runs=2, within=0.02, **given)
+        stable[alone] = "not stable" not in caplog.text
+        away[alone] = float(np.median(off(found.effects, exact.effects)))
+    assert stable == {1.0: True, 1e9: False}
+    assert away[1.0] < 0.4 * away[1e9]

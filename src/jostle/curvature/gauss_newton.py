@@ -131,6 +131,11 @@ class GaussNewton:
     def __exit__(self, *error: object) -> None:
         self._context.close()
 
+    def expect(self, products: int) -> None:
+        """Be told how many products alike come now: what takes long is worth compiling."""
+        if isinstance(self.view, _LanguageModel):
+            self.view.compiled.expect(products)
+
     @torch.no_grad()
     def __call__(
         self, vectors: Float[Tensor, "vector weight"], *, rows: Int[np.ndarray, " row"] | None = None
@@ -412,7 +417,7 @@ class _LanguageModel(_View):
         untrained: Int[Tensor, " weight"] | None,
     ) -> None:
         self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
-        self._compiled = Compiled(model.device)
+        self.compiled = Compiled(model.device)
         self._aligned = ALIGNED["cuda" if model.device.type == "cuda" else "cpu"]
         self._layers: Layers | None = None
         moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
@@ -431,7 +436,7 @@ class _LanguageModel(_View):
         moved = self._moved(vectors, batch)[1]
         pulled = self._pulled(moved, batch)
         try:
-            layers = Layers(model, self._head.states, Layers.found_in(model.model), self._compiled)
+            layers = Layers(model, self._head.states, Layers.found_in(model.model), self.compiled)
             found = layers.moved(_trained(vectors, self._untrained), batch)[1], layers.pulled(moved, batch)
         except torch.OutOfMemoryError:
             raise
@@ -457,7 +462,7 @@ class _LanguageModel(_View):
             body = self._body(batch)
             return body(center), self.way.pushed(body, center, _trained(vectors, self._untrained))
 
-        return self._compiled("moved", passes, vectors, self._model.moving.center, batch)
+        return self.compiled("moved", passes, vectors, self._model.moving.center, batch)
 
     def _pulled(self, curved: Float[Tensor, "vector sample token width"], batch: Batch) -> Tensor:
         """What changes of the states weigh in the weights: their transposed Jacobian."""
@@ -467,7 +472,7 @@ class _LanguageModel(_View):
         def passes(curved: Tensor, center: Tensor, batch: Batch) -> Tensor:
             return self.way.pulled(self._body(batch), center, curved)
 
-        return self._compiled("pulled", passes, curved, self._model.moving.center, batch)
+        return self.compiled("pulled", passes, curved, self._model.moving.center, batch)
 
     def directions_agree(self, vector: Tensor, batch: Batch) -> bool:
         moved = self._moved(vector, batch)[1]
@@ -487,6 +492,7 @@ class _LanguageModel(_View):
 
     def products(self, vectors: Tensor, batch: Batch, shares: Tensor) -> Tensor:
         batch = self._padded(batch)
+        self.compiled.next_round()
         states, moved = self._moved(vectors, batch)
         mask = real_tokens(batch["input_ids"], self._loss, batch)
         counts = torch.where(mask, shares[:, None] / mask.sum(1, keepdim=True).clamp(min=1), 0.0)[:, 1:].flatten()
@@ -500,7 +506,7 @@ class _LanguageModel(_View):
         for places in kept.split(self._chunk(len(vectors))) if len(kept) else ():
             where: Any = slice(int(places[0]), int(places[-1]) + 1) if every else places
             some = flat[where]
-            change = self._compiled(
+            change = self.compiled(
                 "curved", self._curved, some, flat_moved[:, where], beside, bias, counts[where].to(flat.dtype)
             )
             curved[:, where] = change @ self._head.linear.weight

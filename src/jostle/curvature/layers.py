@@ -234,6 +234,8 @@ class Layers:
 
     def _that_count(self, function: Callable[[dict[str, Tensor]], Tensor]) -> list[str]:
         """Those weights outside the layers that something depends on."""
+        if not self._outside:
+            return []
         with torch.enable_grad():
             leaves = {
                 name: value.detach().requires_grad_()
