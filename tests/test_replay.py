@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,12 @@ from torch import Tensor, nn
 
 import jostle
 from jostle.data.datasets import Data
+from jostle.errors import InputError
 from jostle.evaluate import Trainer
 from jostle.losses import Loss
 from jostle.runs import replaying
+from jostle.traces.tensor_files import read_metadata
+from jostle.training import repeatable
 from jostle.training.objective import Objective
 from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline, random_state
 
@@ -143,7 +150,7 @@ def test_a_training_is_repeated_to_the_bit_and_left_as_it_is() -> None:
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     state = torch.get_rng_state()
     repetition = Repetition(training)
-    timeline = Timeline(repetition, room=1 << 30)
+    timeline = Timeline(repetition)
     timeline.go()
     assert all(torch.equal(value, expected[name]) for name, value in repetition.model.state_dict().items())
     jostle.replay(training, query)
@@ -152,14 +159,28 @@ def test_a_training_is_repeated_to_the_bit_and_left_as_it_is() -> None:
     assert not any("forward" in module.__dict__ for module in training.model.modules())
 
 
-def test_states_that_are_made_again_give_identical_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_are_made_again_give_identical_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model, train, query = network(nn.BatchNorm1d(8), nn.Dropout(0.3)), examples(TRAIN)[1:], examples(QUERY)[1:]
     training = training_of(model, adam(), jostle.losses.classification(), train)
     kept = jostle.replay(training, query, check=0)
-    monkeypatch.setattr(replaying, "STATE_BYTES", 1)
-    again = jostle.replay(training, query, check=0)
-    assert (kept.provenance["states_apart"], again.provenance["states_apart"]) == (1, 4)
-    np.testing.assert_array_equal(again.effects, kept.effects)
+    size = repeatable._bytes_of(Repetition(training))
+    for room, apart, words in (
+        ((1, 0), 4, "every 4th of 12 is kept"),
+        ((1, 1), 4, "every 4th of 12 is kept"),
+        ((8 * size, 12 * size), 1, "all 12 are kept, "),
+        ((8 * size, 9 * size), 4, "GB in memory of cpu"),
+        ((7 * size, 9 * size), 4, "GB in the machine's memory"),
+    ):
+        monkeypatch.setattr(repeatable, "free_room", lambda device, room=room: room)
+        caplog.clear()
+        with caplog.at_level("INFO", "jostle"):
+            again = jostle.replay(training, query, check=0)
+        assert words in caplog.text
+        assert ("and 2e-09 GB are free" in caplog.text) == (room[0] == 1)
+        assert (kept.provenance["states_apart"], again.provenance["states_apart"]) == (1, apart)
+        np.testing.assert_array_equal(again.effects, kept.effects)
 
 
 def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
@@ -271,3 +292,98 @@ def test_what_is_not_known_is_refused() -> None:
         jostle.replay(training_of(network(), sgd(), loss, train), query, share=1.0)
     with pytest.raises(jostle.InputError, match="expected a loss of tokens"):
         jostle.replay(training_of(network(), sgd(), loss, train), query, tokens=True)
+
+
+# --- files ---
+
+
+def small_training() -> tuple[Repeatable, Any]:
+    """One that has all that is written down: statistics, momenta, dropout, tokens."""
+    torch.manual_seed(0)
+    model, train, query = network(nn.BatchNorm1d(8), nn.Dropout(0.3)), examples(TRAIN)[1:], examples(QUERY)[1:]
+    return training_of(model, adam(), jostle.losses.classification(), train), query
+
+
+def test_killed_twenty_times_it_comes_to_identical_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment, while it writes, too; each time it goes on from what was written."""
+    training, query = small_training()
+    whole = jostle.replay(training, query, check=3)
+    out, begun = tmp_path / "effects.safetensors", tmp_path / "effects.safetensors.unfinished"
+    monkeypatch.setattr(replaying, "SAVED_EVERY", 0.0)
+    monkeypatch.setattr(replaying, "SAVING", 1e9)
+    random, reached, steps = np.random.default_rng(0), [], []
+    write = replaying.write_tensors
+    for kill in range(21):
+        after, within = int(random.integers(1, 3)), bool(random.integers(2))
+
+        def writing(path: Path, tensors: Any, about: Any, after: int = after, within: bool = within) -> None:
+            steps.append(about["step"])
+            if len(steps) == after and within:  # half of a file, under a name that is nobody else's
+                (path.parent / f".{path.name}.abcd.partial").write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(path, tensors, about)
+            if len(steps) == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        steps.clear()
+        if (child := os.fork()) == 0:
+            torch.set_num_threads(1)
+            if kill < 20:
+                replaying.write_tensors = writing
+            try:
+                jostle.replay(training, query, check=3, out=out)
+            finally:
+                os._exit(7)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == (signal.SIGKILL if kill < 20 and not out.exists() else 0)
+        if out.exists():
+            break
+        reached.append(read_metadata(begun)["step"] if begun.exists() else STEPS)
+        if reached[-1] <= 1 and kill < 19:  # and once more from the start, so that there are twenty
+            begun.unlink()
+    assert len(reached) == 20
+    assert len(set(reached)) > 5
+    assert not begun.exists()
+    np.testing.assert_array_equal(jostle.Scores.load(out).values, -whole.effects)
+    assert str(whole.check) == jostle.Scores.load(out).provenance["check"]
+
+
+def test_what_was_begun_for_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (training, query), out = small_training(), tmp_path / "effects.safetensors"
+    monkeypatch.setattr(replaying, "SAVED_EVERY", 0.0)
+
+    def stopped(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inside:
+        inside.setattr(replaying, "_checked", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            jostle.replay(training, query, out=out)
+    begun = out.with_name(out.name + ".unfinished")
+    assert begun.exists()
+    other = query[0] + 1e-9, query[1]
+    half = dataclasses.replace(training, steps=training.steps[: STEPS // 2])
+    changed = copy.deepcopy(training.model)
+    with torch.no_grad():
+        next(changed.parameters())[0, 0] += 1e-12
+    for what, given in (
+        ("query", (training, other, {})),
+        ("steps", (half, query, {})),
+        ("weights", (dataclasses.replace(training, model=changed), query, {})),
+        ("smoothing", (training, query, {"smoothing": 0.2})),
+        ("share", (training, query, {"share": 0.3})),
+        ("optimizer", (dataclasses.replace(training, clip_norm=1.0), query, {})),
+    ):
+        with pytest.raises(InputError, match=f"begun with other.*{what}"):
+            jostle.replay(*given[:2], out=out, **given[2])
+    torch.manual_seed(7)  # of dropout, which nothing repeats
+    with pytest.raises(InputError, match="weights at its end that are not those of before"):
+        jostle.replay(dataclasses.replace(training, state=None), query, out=out)
+    begun.write_bytes(begun.read_bytes()[:-3])
+    with pytest.raises(InputError, match="damaged"):
+        jostle.replay(training, query, out=out)
+    begun.unlink()
+    jostle.replay(training, query, out=out, check=0)
+    with pytest.raises(InputError, match="which is there"):
+        jostle.replay(training, query, out=out)
+    with pytest.raises(InputError, match="ending in"):
+        jostle.replay(training, query, out=tmp_path / "effects")

@@ -383,12 +383,18 @@ def described(loss: Loss) -> str:
     return repr(loss).removeprefix("_") if type(loss) in OURS else "a function of your own"
 
 
+TF32_EPS = 2.0**-10
+"""Of products that a GPU takes in TF32, where it is told that it may."""
+
+
 def _agree(network: nn.Module, found: Tensor, expected: Tensor) -> bool:
     """Whether two ways of computing the same differ by no more than rounding, in the precision of the computation."""
     parameter = next(network.parameters())
     eps = torch.finfo(parameter.dtype).eps
     if torch.is_autocast_enabled(parameter.device.type):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(parameter.device.type)).eps)
+    if parameter.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        eps = max(eps, TF32_EPS)
     return bool((found - expected).norm() <= min(0.05, 1000 * eps) * expected.norm())
 
 

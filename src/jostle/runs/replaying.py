@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.chains.progress import telling
-from jostle.data.datasets import Collate, Data
-from jostle.errors import EstimateWarning, InputError, warn
-from jostle.models.functional import eval_mode, free_memory, sample_means
+from jostle.data.datasets import Collate, Data, fingerprint_tensors
+from jostle.errors import EstimateWarning, InputError, require_folder, warn
+from jostle.losses import described
+from jostle.models.functional import eval_mode, sample_means
 from jostle.scores import Scores
-from jostle.training.backwards import Backwards
+from jostle.traces.tensor_files import read_tensors, write_tensors
+from jostle.training.backwards import Backwards, Costs
 from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline
 from jostle.training.steps import Root
 
@@ -28,8 +32,8 @@ log = logging.getLogger("jostle")
 SMOOTHING = 0.1
 """c of √(v̂ + c·mean v̂), by which Adam's steps are divided in the derivative, with the mean over a tensor."""
 
-STATE_BYTES = 4 << 30
-"""What states of the training may take in a machine's memory; of a GPU's, half of the free."""
+SAVED_EVERY, SAVING = 60.0, 0.05
+"""Seconds from one time that work is written down to the next, and what share of the time that may take."""
 
 QUERIES = 8
 """Queries whose losses are differentiated at once."""
@@ -135,6 +139,7 @@ def replay(
     smoothing: float = SMOOTHING,
     check: int = CHECKED,
     share: float = SHARE,
+    out: str | Path | None = None,
     progress: bool = False,
 ) -> Replay:
     """Return what leaving out each training example would do to each query's loss, in nats.
@@ -150,7 +155,12 @@ def replay(
         smoothing: of what Adam's steps are divided by, in the derivative alone; 0: none.
         check: train so many times more, each without random examples, and hold predictions against that; 0: do not.
         share: of the examples that each of these goes without.
+        out: a file for the scores, ending in .safetensors. Work is written down beside it once a minute, in a file that
+            ends in .unfinished: the same call goes on from there after a crash, to the same numbers.
         progress: show it.
+
+    Raises:
+        InputError: an optimizer that is not known; an ``out`` that is there, or that was begun for something else.
 
     Example:
         >>> found = jostle.replay(trainer.repeatable(seed=0), query)
@@ -165,29 +175,129 @@ def replay(
         raise InputError("share", got=share, expected="a share of the examples between 0 and 1")
     repetition = Repetition(training)
     device = repetition.parameters[0].device
-    free = free_memory(device)
     asked = Data(query, "query", collate=collate, device=device)
+    about = {"smoothing": smoothing, "tokens": tokens, "check": check, "share": share}
+    work = _Work(None if out is None else Path(out), lambda: {**about, **_identity(repetition, asked)}, device)
+    found = _Found(len(training.data), len(asked), tokens)
     with telling(progress) as tell:
-        timeline = Timeline(repetition, STATE_BYTES if free is None else free // 2, tell)
+        timeline = Timeline(repetition, tell=tell)
+        log.info("states before each step: %s", timeline.plan)
         timeline.go()
         backwards = Backwards(repetition, smooth_root(smoothing))
-        parts = np.array_split(np.arange(len(asked)), math.ceil(len(asked) / QUERIES))
-        costs = backwards.of_queries([asked.batch(part) for part in parts])
-        found = _Found(len(training.data), len(asked), tokens)
-        for number, moved in timeline.backwards():
+        end = fingerprint_tensors(dict(repetition.model.state_dict()))
+        left, costs = work.restore(found, end) or (len(repetition), None)
+        if costs is None:
+            parts = np.array_split(np.arange(len(asked)), math.ceil(len(asked) / QUERIES))
+            costs = backwards.of_queries([asked.batch(part) for part in parts])
+        for number, moved in timeline.backwards(left):
             costs = backwards.step(costs, number, moved, found.add)
             tell(f"back at step {number} of {len(repetition)}")
+            work.keep(found, end, number, costs)
         checked = _checked(training, asked, found.effects, check, share, tell) if check else None
     bad = np.flatnonzero(~np.isfinite(found.effects).all(0))
     if len(bad):
         warn(f"the derivative of query {bad[0]} is not finite: its training amplifies every change", EstimateWarning)
-    return Replay(
-        found.effects, found.tokens, checked,
+    provenance = {
+        "steps": len(repetition), "smoothing": smoothing, "states_apart": timeline.apart,
+        "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    if checked is not None:
+        provenance["check"] = str(checked)
+    result = Replay(found.effects, found.tokens, checked, provenance)
+    work.finish(result.scores)
+    return result
+
+
+def _identity(repetition: Repetition, query: Data) -> dict[str, Any]:
+    """What tells one replay from another."""
+    training, optimizer = repetition.about, repetition.optimizer
+    steps = hashlib.sha256()
+    for step in training.steps:
+        for part in step:
+            steps.update(np.asarray(part.examples, np.int64).tobytes() + repr(part.share).encode() + b";")
+        steps.update(b"|")
+    groups = [
         {
-            "steps": len(repetition), "smoothing": smoothing, "states_apart": timeline.apart,
-            "seconds": time.perf_counter() - started,
-        },
-    )  # fmt: skip
+            name: float(value) if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+    return {
+        "weights": fingerprint_tensors(dict(training.model.state_dict())),
+        "train": training.data.fingerprint(),
+        "query": query.fingerprint(),
+        "steps": steps.hexdigest()[:16],
+        "optimizer": f"{repetition.kind} {groups} clipped to {training.clip_norm}",
+        "loss": f"{described(training.objective.loss)}, {training.objective.count_alike} alike",
+    }
+
+
+class _Work:
+    """Work as it is written down, to go on from.
+
+    Args:
+        out: where scores will be; None: nothing is written.
+        identity: says what is worked on.
+        device: of the model.
+
+    Raises:
+        InputError: the scores are there, or something else was begun in this place.
+    """
+
+    def __init__(self, out: Path | None, identity: Callable[[], dict[str, Any]], device: torch.device) -> None:
+        self._out, self._device = out, device
+        self._written, self._took = time.perf_counter(), 0.0
+        if out is None:
+            return
+        if out.suffix != ".safetensors":
+            raise InputError("out", got=str(out), expected="the name of a file ending in .safetensors")
+        require_folder("out", out)
+        if out.exists():
+            raise InputError("out", got=f"{out}, which is there", expected="the name of a new file")
+        self._unfinished = out.with_name(out.name + ".unfinished")
+        self._identity = identity()
+
+    def restore(self, found: _Found, end: str) -> tuple[int, Costs] | None:
+        """Put back what was found before, and return the step that the way back had come to, and what it stood at."""
+        if self._out is None or not self._unfinished.exists():
+            return None
+        tensors, about = read_tensors(self._unfinished)
+        differ = [name for name, value in self._identity.items() if about["identity"].get(name) != value]
+        if differ or set(about["identity"]) != set(self._identity):
+            raise InputError(
+                "out",
+                got=f"{self._unfinished}, which was begun with other {' and '.join(differ) or 'settings'}",
+                expected="the same call",
+                fix="delete it, or name another file",
+            )
+        if about["end"] != end:
+            raise InputError(
+                "training",
+                got="weights at its end that are not those of before",
+                expected="a training that comes out the same to the bit",
+                fix=f"delete {self._unfinished}, and it begins again",
+            )
+        log.info("going on from step %d", about["step"])
+        found.restore(tensors)
+        return about["step"], Costs.of_tensors(tensors, self._device)
+
+    def keep(self, found: _Found, end: str, step: int, costs: Costs) -> None:
+        """Write down where the way back stands, now and then."""
+        now = time.perf_counter()
+        if self._out is None or now - self._written < max(SAVED_EVERY, self._took / SAVING):
+            return
+        about = {"identity": self._identity, "end": end, "step": step}
+        write_tensors(self._unfinished, {**costs.tensors(), **found.tensors()}, about)
+        self._written = time.perf_counter()
+        self._took = self._written - now
+
+    def finish(self, scores: Scores) -> None:
+        """Write the scores."""
+        if self._out is not None:
+            scores.save(self._out)
+            self._unfinished.unlink(missing_ok=True)
 
 
 def _checked(
@@ -227,6 +337,22 @@ class _Found:
     @property
     def tokens(self) -> list[np.ndarray] | None:
         return self._by_token
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        rows = self._by_token or []
+        kept = {"found/effects": torch.from_numpy(self.effects)}
+        if rows:
+            kept["found/tokens"] = torch.from_numpy(np.concatenate(rows))
+            kept["found/lengths"] = torch.tensor([len(row) for row in rows])
+        return kept
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `tensors` gave."""
+        self.effects = tensors["found/effects"].numpy()
+        if "found/tokens" in tensors:
+            ends = np.cumsum(tensors["found/lengths"].numpy())
+            self._by_token = np.split(tensors["found/tokens"].numpy(), ends[:-1])
 
     def add(self, part: Microbatch, of_losses: Float[Tensor, "query sample ..."]) -> None:
         values = np.negative(of_losses.double().cpu().numpy())

@@ -47,6 +47,28 @@ class Costs:
     kept: dict[str, Cotangents]
     statistics: Cotangents
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        kept = {f"kept/{own}/{name}": value for name, every in self.kept.items() for own, value in every.items()}
+        parts = (("weights", self.weights), ("statistics", self.statistics))
+        return {**{f"{kind}/{name}": value for kind, every in parts for name, value in every.items()}, **kept}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Costs:
+        """Return what `tensors` gave."""
+        found = cls({}, {}, {})
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "weights":
+                found.weights[name] = value.to(device)
+                found.kept.setdefault(name, {})
+            elif kind == "statistics":
+                found.statistics[name] = value.to(device)
+            elif kind == "kept":
+                own, _, name = name.partition("/")
+                found.kept.setdefault(name, {})[own] = value.to(device)
+        return found
+
 
 class RunningStatistics:
     """Batch norms whose running statistics are numbers like others: they come out, and can be differentiated.

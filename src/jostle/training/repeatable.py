@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,11 +16,18 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from jostle.data.datasets import Data
 from jostle.errors import InputError
+from jostle.models.functional import free_memory
 from jostle.training.objective import Objective
 from jostle.training.steps import KEPT, kind_of
+
+log = logging.getLogger("jostle")
+
+STATE_BYTES = 4 << 30
+"""What states may take in the machine's memory where it does not say what is free."""
 
 
 class Microbatch(NamedTuple):
@@ -96,6 +106,19 @@ class Snapshot:
     optimizer: dict[str, Any]
     schedule: dict[str, Any] | None
     state: RandomState
+
+    def on_host(self) -> Snapshot:
+        """Return the same in the machine's memory."""
+
+        def moved(value: Any) -> Any:
+            return value.cpu() if isinstance(value, Tensor) else value
+
+        return dataclasses.replace(
+            self,
+            weights=[value.cpu() for value in self.weights],
+            buffers=[value.cpu() for value in self.buffers],
+            optimizer=pytree.tree_map(moved, self.optimizer),
+        )
 
 
 class Repetition:
@@ -181,23 +204,48 @@ class Repetition:
 class Timeline:
     """A training's steps from the last to the first, with all that each of them began with.
 
-    What does not fit into memory is made again: of T steps, about every √T-th is kept, and from there the training is
-    repeated.
+    States are kept where there is room: on the model's device, or beside a GPU in the machine's memory. Where not all
+    of T fit, about every √T-th is kept, and from there the training is repeated.
 
     Args:
         repetition: stands at the first step, and afterwards at the last.
-        room: how many bytes states may take.
+        room: how many bytes states may take on the model's device, and in the machine's memory where that is another;
+            default: half of what is free.
         tell: is told how far it has come.
+
+    Attributes:
+        apart: steps from one state that is kept to the next.
+        on_host: whether states are kept in the machine's memory, though the model is on a GPU.
     """
 
-    def __init__(self, repetition: Repetition, room: int, tell: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(
+        self,
+        repetition: Repetition,
+        room: tuple[int, int] | None = None,
+        tell: Callable[[str], None] = lambda what: None,
+    ) -> None:
         self._repetition, self._tell = repetition, tell
-        steps, size = len(repetition), max(1, _bytes_of(repetition))
-        fit = room // size
-        self.apart = 1 if steps <= fit else max(1, math.isqrt(steps - 1) + 1)
-        """Steps from one state that is kept to the next."""
+        steps, self._size = len(repetition), max(1, _bytes_of(repetition))
+        own, host = room or free_room(repetition.parameters[0].device)
+        whole, apart = steps * self._size, max(1, math.isqrt(max(0, steps - 1)) + 1)
+        few = min(steps, 2 * apart) * self._size
+        self.apart = 1 if whole <= max(own, host) else apart
+        needed = whole if self.apart == 1 else few
+        self.on_host = needed > own and host > own
+        if needed > max(own, host):
+            log.warning("states take %.3g GB, and %.3g GB are free", needed / 1e9, 2 * max(own, host) / 1e9)
         self._kept: dict[int, Snapshot] = {}
         self._moved: list[list[bool]] = []
+
+    @property
+    def plan(self) -> str:
+        """What is kept, and where."""
+        count = len(self._repetition)
+        place = "the machine's memory" if self.on_host else f"memory of {self._repetition.parameters[0].device}"
+        if self.apart == 1:
+            return f"all {count} are kept, {count * self._size / 1e9:.3g} GB in {place}"
+        needed = min(count, 2 * self.apart) * self._size
+        return f"every {self.apart}th of {count} is kept, others are made again; {needed / 1e9:.3g} GB in {place}"
 
     def go(self) -> None:
         """Repeat the training to its end."""
@@ -205,23 +253,39 @@ class Timeline:
         while repetition.number < len(repetition):
             number = repetition.number
             if number % self.apart == 0:
-                self._kept[number] = repetition.snapshot()
+                self._kept[number] = self._snapshot()
             self._moved.append(repetition.step())
             self._tell(f"step {number + 1} of {len(repetition)}")
 
-    def backwards(self) -> Iterator[tuple[int, list[bool]]]:
-        """Stand before each step, from the last on; give its number, and which parameters it moves."""
-        repetition, end = self._repetition, len(self._repetition)
+    def backwards(self, end: int | None = None) -> Iterator[tuple[int, list[bool]]]:
+        """Stand before each step, from the last on or the one before ``end``; give its number, and what it moves."""
+        repetition, end = self._repetition, len(self._repetition) if end is None else end
         for start in sorted(self._kept, reverse=True):
             states = [self._kept.pop(start)]
+            if start >= end:
+                continue
             repetition.go_back_to(states[0], start)
             for _ in range(start + 1, end):
                 repetition.step()
-                states.append(repetition.snapshot())
+                states.append(self._snapshot())
             for number in reversed(range(start, end)):
                 repetition.go_back_to(states.pop(), number)
                 yield number, self._moved[number]
             end = start
+
+    def _snapshot(self) -> Snapshot:
+        found = self._repetition.snapshot()
+        return found.on_host() if self.on_host else found
+
+
+def free_room(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes states may take on a device, and in the machine's memory where that is another."""
+    try:
+        host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError):  # not every system says
+        host = STATE_BYTES
+    own = free_memory(device)
+    return (host, 0) if own is None else (own // 2, host)
 
 
 def _bytes_of(repetition: Repetition) -> int:
