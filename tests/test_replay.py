@@ -294,6 +294,26 @@ def test_what_is_not_known_is_refused() -> None:
         jostle.replay(training_of(network(), sgd(), loss, train), query, tokens=True)
 
 
+def test_the_mean_over_seeds() -> None:
+    data, query = examples(TRAIN)[1:], examples(QUERY)[1:]
+    trainer = Trainer(lambda seed: network(), data, adam(), epochs=2, batch_size=5)
+    each = [jostle.replay(trainer.repeatable(seed), query, check=3) for seed in range(3)]
+    mean = jostle.replay([trainer.repeatable(seed) for seed in range(3)], query, check=3)
+    np.testing.assert_array_equal(mean.effects, np.mean([one.effects for one in each], 0))
+    assert mean.errors is not None
+    np.testing.assert_allclose(mean.errors, np.std([one.effects for one in each], 0, ddof=1) / 3**0.5)
+    np.testing.assert_array_equal(mean.scores.standard_error, mean.errors)
+    assert mean.check is not None
+    assert mean.check.real.shape == (9, QUERY)
+    other = Trainer(lambda seed: network(), examples(TRAIN)[1:], adam(), epochs=2, batch_size=5)
+    with pytest.raises(InputError, match="trainings of different train"):
+        jostle.replay([trainer.repeatable(0), other.repeatable(0)], query, check=0)
+    with pytest.raises(InputError, match="a file for several trainings"):
+        jostle.replay([trainer.repeatable(0)], query, out="a.safetensors")
+    with pytest.raises(InputError, match="training: got none"):
+        jostle.replay([], query)
+
+
 # --- files ---
 
 

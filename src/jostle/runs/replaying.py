@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.chains.progress import telling
+from jostle.config import fingerprint_names
 from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import EstimateWarning, InputError, require_folder, warn
 from jostle.losses import described
@@ -97,12 +98,14 @@ class Replay:
             where they were not asked for.
         check: predictions beside trainings that were really done again; None if there are none.
         provenance: what it was made from.
+        errors: of the mean of several trainings, the standard error that their seeds leave; None of one training.
     """
 
     effects: Float[np.ndarray, "train query"]
     tokens: list[Float[np.ndarray, "token query"]] | None = None
     check: Check | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    errors: Float[np.ndarray, "train query"] | None = None
 
     def __repr__(self) -> str:
         train, query = self.effects.shape
@@ -116,7 +119,10 @@ class Replay:
 
     def scores_with(self, provenance: Mapping[str, Any]) -> Scores:
         """Return the scores with another provenance."""
-        return Scores(values=np.negative(self.effects), method="replay", scale=1.0, provenance={**provenance})
+        return Scores(
+            values=np.negative(self.effects), standard_error=self.errors, method="replay", scale=1.0,
+            provenance={**provenance},
+        )  # fmt: skip
 
 
 def smooth_root(share: float) -> Root:
@@ -131,7 +137,7 @@ def smooth_root(share: float) -> Root:
 
 
 def replay(
-    training: Repeatable,
+    training: Repeatable | Sequence[Repeatable],
     query: Any,
     *,
     collate: Collate | None = None,
@@ -148,15 +154,17 @@ def replay(
     each example's loss, through every step of the optimizer.
 
     Args:
-        training: what is repeated; ``Trainer.repeatable(seed)`` has that of a `jostle.evaluate.Trainer`.
+        training: what is repeated; ``Trainer.repeatable(seed)`` has that of a `jostle.evaluate.Trainer`. Of several
+            from different seeds, effects are the mean: what an example does in a training like these.
         query: the query examples.
         collate: makes a batch of a list of samples.
         tokens: return what each training token does, too.
         smoothing: of what Adam's steps are divided by, in the derivative alone; 0: none.
         check: train so many times more, each without random examples, and hold predictions against that; 0: do not.
         share: of the examples that each of these goes without.
-        out: a file for the scores, ending in .safetensors. Work is written down beside it once a minute, in a file that
-            ends in .unfinished: the same call goes on from there after a crash, to the same numbers.
+        out: of one training: a file for the scores, ending in .safetensors. Work is written down beside it once a
+            minute, in a file that ends in .unfinished: the same call goes on from there after a crash, to the same
+            numbers.
         progress: show it.
 
     Raises:
@@ -173,6 +181,14 @@ def replay(
         raise InputError("check", got=repr(check), expected="0, or a whole number of trainings from 2 on")
     if not 0 < share < 1:
         raise InputError("share", got=share, expected="a share of the examples between 0 and 1")
+    if not isinstance(training, Repeatable):
+        if out is not None:
+            raise InputError("out", got="a file for several trainings", expected="one for each",
+                             fix="replay them one by one, and take jostle.Scores.mean_of")  # fmt: skip
+        given: dict[str, Any] = {"collate": collate, "tokens": tokens, "smoothing": smoothing, "share": share}
+        return _mean([
+            replay(one, query, **given, check=check, progress=progress) for one in training
+        ])  # fmt: skip
     repetition = Repetition(training)
     device = repetition.parameters[0].device
     asked = Data(query, "query", collate=collate, device=device)
@@ -199,6 +215,10 @@ def replay(
         warn(f"the derivative of query {bad[0]} is not finite: its training amplifies every change", EstimateWarning)
     provenance = {
         "steps": len(repetition), "smoothing": smoothing, "states_apart": timeline.apart,
+        "fingerprints": {
+            "train": training.data.fingerprint(), "query": asked.fingerprint(), "weights": end,
+            "moving": fingerprint_names([name for name, one in training.model.named_parameters() if one.requires_grad]),
+        },
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
     if checked is not None:
@@ -206,6 +226,31 @@ def replay(
     result = Replay(found.effects, found.tokens, checked, provenance)
     work.finish(result.scores)
     return result
+
+
+def _mean(several: Sequence[Replay]) -> Replay:
+    """The mean of replays of several trainings, and what seeds leave as its error."""
+    if not several:
+        raise InputError("training", got="none", expected="a training, or several")
+    first = several[0].provenance["fingerprints"]
+    for one in several[1:]:
+        for name in ("train", "query", "moving"):
+            if one.provenance["fingerprints"][name] != first[name]:
+                raise InputError("training", got=f"trainings of different {name}", expected="the same but for seeds")
+    effects = np.stack([one.effects for one in several])
+    errors = None if len(several) == 1 else effects.std(0, ddof=1) / math.sqrt(len(several))
+    tokens = None
+    if several[0].tokens is not None:
+        tokens = [np.mean(rows, 0) for rows in zip(*(one.tokens or [] for one in several), strict=True)]
+    checks = [one.check for one in several if one.check is not None]
+    checked = None
+    if checks:
+        real, predicted = (np.concatenate([getattr(one, name) for one in checks]) for name in ("real", "predicted"))
+        checked = Check(real, predicted, checks[0].left_out)
+    about = {**several[0].provenance, "trainings": len(several)}
+    about["seconds"] = sum(one.provenance["seconds"] for one in several)
+    about["fingerprints"] = {name: value for name, value in first.items() if name != "weights"}
+    return Replay(effects.mean(0), tokens, checked, about, errors)
 
 
 def _identity(repetition: Repetition, query: Data) -> dict[str, Any]:
