@@ -22,7 +22,7 @@ from jostle.evaluate import Trainer
 from jostle.losses import Loss
 from jostle.runs import replaying
 from jostle.traces.tensor_files import read_metadata
-from jostle.training import repeatable
+from jostle.training import backwards, repeatable
 from jostle.training.objective import Objective
 from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline, random_state
 
@@ -292,6 +292,25 @@ def test_what_is_not_known_is_refused() -> None:
         jostle.replay(training_of(network(), sgd(), loss, train), query, share=1.0)
     with pytest.raises(jostle.InputError, match="expected a loss of tokens"):
         jostle.replay(training_of(network(), sgd(), loss, train), query, tokens=True)
+
+
+def test_queries_that_have_no_room_together_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, query = small_training()
+    whole = jostle.replay(training, query, check=0)
+    real = backwards.vmap
+
+    def narrow(function: Any, chunk_size: int | None = None) -> Any:
+        if chunk_size is not None and chunk_size > 2:
+            raise torch.OutOfMemoryError("no room")
+        return real(function, chunk_size=chunk_size)
+
+    monkeypatch.setattr(backwards, "vmap", narrow)
+    with caplog.at_level("INFO", "jostle"):
+        parts = jostle.replay(training, query, check=0)
+    assert caplog.text.count("have no room") == 2  # of five, three and two
+    np.testing.assert_allclose(parts.effects, whole.effects, rtol=1e-12)
 
 
 def test_the_mean_over_seeds() -> None:

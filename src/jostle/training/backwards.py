@@ -15,6 +15,8 @@ Reference: Maclaurin, Duvenaud and Adams, *Gradient-based hyperparameter optimiz
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from jostle.losses import Batch, plain_operations
 from jostle.models.functional import called_with, eval_mode, places_of, sample_means
 from jostle.training.repeatable import Microbatch, Repetition, own_randomness, set_random_state
 from jostle.training.steps import Kept, Root, clipped, kept_of, rules_of
+
+log = logging.getLogger("jostle")
 
 Cotangents = dict[str, Tensor]
 """Derivatives of each query's loss, (query, ...), by name."""
@@ -136,6 +140,7 @@ class Backwards:
         self._norms = RunningStatistics(model)
         self._objective = repetition.about.objective
         self._shapes: dict[Any, torch.Size] = {}
+        self._at_once = sys.maxsize
 
     def of_queries(self, batches: Sequence[Batch]) -> Costs:
         """The derivative of each query's mean loss at the end, in eval mode."""
@@ -202,11 +207,27 @@ class Backwards:
             if name not in by_gradients:  # a parameter without a gradient: nothing comes of it
                 by_gradients[name] = torch.zeros_like(costs.weights[name])
         for part, one in reversed([*zip(parts, passes, strict=True)]):
-            of_weights, before.statistics, of_losses = vmap(one.pull)((by_gradients, before.statistics))
+            of_weights, before.statistics, of_losses = self._pulled(one, by_gradients, before.statistics)
             for name, value in of_weights.items():
                 before.weights[name] = before.weights[name] + value
             found(part, of_losses)
         return before
+
+    def _pulled(self, one: _Pass, by_gradients: Cotangents, by_statistics: Cotangents) -> Any:
+        """The way back through a pass, for all queries at once or as many as there is room for."""
+        count = len(next(iter(by_gradients.values())))
+        while True:
+            now = min(self._at_once, count)
+            try:
+                return vmap(one.pull, chunk_size=now)((by_gradients, by_statistics))
+            except torch.OutOfMemoryError:
+                if now == 1:
+                    raise
+            # Only here: an error that is being handled holds on to the memory of what failed.
+            self._at_once = -(-now // 2)
+            log.info("%d queries at once have no room; going on with %d", now, self._at_once)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def _passes(self, weights: dict[str, Tensor], parts: Sequence[Microbatch]) -> list[_Pass]:
         """The gradient of each microbatch, with its way back."""
