@@ -1208,7 +1208,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     jostle.attribute(
         model, TRAIN_SET, QUERY_SET, posterior=jostle.Posterior(n_beta=40, localization=2), sampler=jostle.SGLD(step_size=0.02),
-        chains=4, draws=200, burn_in=100, thin=10, progress=False, out=path / "run",
+        chains=4, draws=100, burn_in=100, thin=10, progress=False, out=path / "run",
     )  # fmt: skip
     return path
 

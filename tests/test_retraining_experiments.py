@@ -419,7 +419,7 @@ def test_sampling_stops_at_the_end_of_the_budget_and_goes_on(tmp_path: Path) -> 
     long = replace(setting(bank, 10_000_000), methods=("bif",))
     started = time.monotonic()
     with pytest.raises(OutOfTimeError):
-        run(long, tmp_path / "work", record, Budget(6 / 60))
+        run(long, tmp_path / "work", record, Budget(3 / 60))
     assert time.monotonic() - started < 300
     # Either it was still being prepared, or it stands at a checkpoint.
     manifest = tmp_path / "work" / "all" / "runs" / "small" / "manifest.json"

@@ -357,9 +357,7 @@ FULL_DISK = """
     import sys, pathlib, shutil, subprocess, jostle, test_survival as t
     import jostle.runs.planning
     jostle.runs.planning.Plan.check = lambda plan: None  # the disk fills up after the run has begun
-    place = pathlib.Path(sys.argv[1])
-    out, kind = place / "run", sys.argv[2]
-    observe, count = jostle.chains.chain.Dynamics.observe, 0
+    observe = jostle.chains.chain.Dynamics.observe
     def fill(self, group, *others):
         global count
         count += 1
@@ -374,47 +372,53 @@ FULL_DISK = """
         return observe(self, group, *others)
     jostle.chains.chain.Dynamics.observe = fill
     settings = dict(chains_at_once=1, checkpoint_seconds=0.0)
-    try:
-        t.sample(out, **settings)
-    except jostle.errors.StorageError as error:
-        if kind == "full":
-            print(error)
-    if kind == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    for kind in ("full", "read-only"):
+        place, count = pathlib.Path(sys.argv[1]) / kind, 0
+        out = place / "run"
         try:
             t.sample(out, **settings)
-        except jostle.InputError as error:
-            print(error)
-    if kind == "full":
-        (place / "ballast").unlink()
-    else:
-        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
-    assert [str(finding.kind) for finding in t.examine(out)] == ["unfinished"], t.examine(out)
-    before = count
-    print(t.np.array_equal(t.losses(t.sample(out, **settings)), t.losses(t.sample(**settings))), before)
-    assert not list(out.rglob("*.partial"))
+        except jostle.errors.StorageError as error:
+            if kind == "full":
+                print(error)
+        if kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+            try:
+                t.sample(out, **settings)
+            except jostle.InputError as error:
+                print(error)
+        if kind == "full":
+            (place / "ballast").unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        assert [str(finding.kind) for finding in t.examine(out)] == ["unfinished"], t.examine(out)
+        before = count
+        print(t.np.array_equal(t.losses(t.sample(out, **settings)), t.losses(t.sample(**settings))), before)
+        assert not list(out.rglob("*.partial"))
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [("full", "no space left in"), ("read-only", "which cannot be written to")]
-)
-def test_a_disk_that_fails(kind: str, message: str, tmp_path: Path, says: Says) -> None:
-    """A real file system of 1 MB, in a namespace of its own."""
-    mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec "$@"'
+def test_disks_that_fail(tmp_path: Path, says: Says) -> None:
+    """Real file systems of 1 MB, in a namespace of their own: one becomes full, the other read-only."""
+    for kind in ("full", "read-only"):
+        (tmp_path / kind).mkdir()
+    mount = " && ".join(f"mount -t tmpfs -o size=1m tmpfs {tmp_path / kind}" for kind in ("full", "read-only"))
+    mount += ' && exec "$@"'
     probe = ["unshare", "-rm", "sh", "-c", mount, "sh"]
     if not shutil.which("unshare") or subprocess.run([*probe, "true"], capture_output=True).returncode:
         pytest.skip("no mount of one's own is allowed here")
     done = subprocess.run(
-        [*probe, sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path), kind],
+        [*probe, sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said, result = done.stdout.splitlines()
-    assert message in said
-    assert ("what was recorded is kept" in said) == (kind == "full")
-    says(f"a disk that becomes {kind}", said, 74 if kind == "full" else 2)
-    assert result == "True 4"
+    full, went_on, read_only, went_on_too = done.stdout.splitlines()
+    assert "no space left in" in full
+    assert "what was recorded is kept" in full
+    says("a disk that becomes full", full, 74)
+    assert "which cannot be written to" in read_only
+    assert "what was recorded is kept" not in read_only
+    says("a disk that becomes read-only", read_only, 2)
+    assert (went_on, went_on_too) == ("True 4", "True 4")
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT", "EROFS"])

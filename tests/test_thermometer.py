@@ -102,7 +102,7 @@ def test_gradients_that_are_all_alike_give_no_more_directions_than_there_are(ran
     assert len(directions) == rank
     problem = LinearGaussian.random(samples=rank, weights=200, n_beta=0.6, localization=8)
     step = 3.95 / float(np.linalg.eigvalsh(problem.precision)[-1])
-    assert too_hot(sample_run(problem, step, thin=20).diagnostics(support=False))
+    assert too_hot(sample_run(problem, step, draws=50).diagnostics(support=False))
 
 
 def test_large_models_have_fewer_directions_of_fewer_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_large_models_have_fewer_directions_of_fewer_weights(monkeypatch: pytest
         monkeypatch.setattr(thermometer, "MOST_IN_ONE", most)
         monkeypatch.setattr(thermometer, "MOST_TOGETHER", together)
         monkeypatch.setitem(thermometer.BLOCKS, "cpu", 64)
-        found = sample_run(FLAT, step).diagnostics(support=False)["temperature"]
+        found = sample_run(FLAT, step, draws=50).diagnostics(support=False)["temperature"]
         value.append(found["value"])
     all_of_them, one, part_of_one = value
     assert min(all_of_them, one) > 1.5
@@ -171,9 +171,9 @@ def test_a_step_that_heats_few_of_many_directions_is_noticed(keep: Any, seeds: i
 def test_small_batches_that_heat_are_noticed() -> None:
     problem = LinearGaussian.random(samples=200, weights=12, n_beta=200, localization=8, off_minimum=0.1)
     step = 0.5 / float(np.linalg.eigvalsh(problem.precision)[-1])
-    whole = sample_run(problem, step, thin=20, batch_size=200).diagnostics()
+    whole = sample_run(problem, step, draws=50, thin=20, batch_size=200).diagnostics()
     assert not too_hot(whole)
-    (reason,) = too_hot(sample_run(problem, step, thin=20, batch_size=2).diagnostics())
+    (reason,) = too_hot(sample_run(problem, step, draws=50, thin=20, batch_size=2).diagnostics())
     assert "small batches" in reason["finding"]
     assert reason["advice"].endswith("; or, if it is the noise, raise --batch-size (to about 200)")  # there are no more
 
@@ -181,13 +181,13 @@ def test_small_batches_that_heat_are_noticed() -> None:
 def test_the_batches_that_hot_chains_are_told_are_enough_where_it_is_their_noise() -> None:
     problem = LinearGaussian.random(samples=200, weights=12, n_beta=200, localization=8, off_minimum=0.1)
     step = 0.25 / float(np.linalg.eigvalsh(problem.precision)[-1])
-    (reason,) = too_hot(sample_run(problem, step, thin=40, batch_size=2).diagnostics(support=False))
+    (reason,) = too_hot(sample_run(problem, step, draws=50, thin=40, batch_size=2).diagnostics(support=False))
     told = re.search(r"; or, if it is the noise, raise --batch-size \(to about (\d+)\)$", reason["advice"])
     assert told, reason["advice"]
     assert 16 < int(told[1]) < 150
     # Whether it is, a temperature does not tell; a shorter step helps in either case.
     assert reason["settings"].keys() == {"step_size", "thin", "burn_in"}
-    found = sample_run(problem, step, thin=40, batch_size=int(told[1])).diagnostics(support=False)
+    found = sample_run(problem, step, draws=50, thin=40, batch_size=int(told[1])).diagnostics(support=False)
     assert not too_hot(found)
     assert found["temperature"]["value"] < 1.2
 
@@ -207,7 +207,7 @@ def test_healthy_chains_are_never_too_hot() -> None:
             jostle.BAOAB(step_size=1 / steepest),
             jostle.LeimkuhlerMatthews(step_size=1 / steepest),
         ):
-            found = sample_run(problem, 0, sampler=sampler, seed=weights, thin=3).diagnostics(support=False)
+            found = sample_run(problem, 0, sampler=sampler, seed=weights, draws=60, thin=3).diagnostics(support=False)
             assert 0.5 < found["temperature"]["value"] < 1.3
             assert not too_hot(found), (n_beta, localization, sampler, found["verdict"]["summary"])
 
@@ -215,12 +215,12 @@ def test_healthy_chains_are_never_too_hot() -> None:
 def test_few_draws_do_not_hide_how_hot_chains_are(tmp_path: Path) -> None:
     """Too few to follow a chain, but chains can be told apart: what is said first would otherwise be more of the same."""
     hot, healthy = dict.fromkeys((3, 9), 0), dict.fromkeys((3, 9), 0)
-    for seed in range(10):
+    for seed in range(6):
         for step, count in ((3.95 / LARGEST, hot), (0.2 / LARGEST, healthy)):
             for draws in count:  # the same run goes on, which has the draws of a new one
                 run = sample_run(FLAT, step, draws=draws, seed=seed, out=tmp_path / f"{step}, {seed}")
                 count[draws] += bool(too_hot(run.diagnostics(support=False)))
-    assert hot == {3: 10, 9: 10}
+    assert hot == {3: 6, 9: 6}
     assert healthy == {3: 0, 9: 0}
 
 
