@@ -24,6 +24,8 @@ from jostle.runs import replaying
 from jostle.traces.tensor_files import read_metadata
 from jostle.training import backwards, repeatable
 from jostle.training.objective import Objective
+from jostle.training.recorder import Recorder
+from jostle.training.records import Recorded
 from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline, random_state
 
 TRAIN, QUERY, STEPS = 20, 5, 12
@@ -426,3 +428,36 @@ def test_what_was_begun_for_something_else_is_refused(tmp_path: Path, monkeypatc
         jostle.replay(training, query, out=out)
     with pytest.raises(InputError, match="ending in"):
         jostle.replay(training, query, out=tmp_path / "effects")
+
+
+# --- recorded trainings ---
+
+
+def test_a_recorded_training_is_held_against_its_record(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_default_dtype(torch.float32)
+    train, query = examples(60)[1:], examples(QUERY)[1:]
+    model, generator = network(nn.Dropout(0.1)), np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    recorder = Recorder(model, optimizer, loss=losses, data=train)
+    for _ in range(STEPS):
+        losses(model, recorder.batch(generator.integers(0, 60, 8))).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    training = recorder.finish()
+    whole = jostle.replay(training, query, check=0)
+    assert whole.provenance["repeated"] == f"{STEPS} steps repeated: equal to the bit"
+    name = "0.weight"
+
+    def ended(by: float) -> Recorded:
+        sums = [*training.sums[:-1], training.sums[-1] + by] if training.sums is not None else None
+        return dataclasses.replace(training, end={**training.end, name: training.end[name] + by}, sums=sums)
+
+    near = jostle.replay(ended(1e-6), query, check=0)
+    assert f"step {STEPS - 1} of {STEPS} is the first that differs" in near.provenance["repeated"]
+    np.testing.assert_array_equal(near.effects, whole.effects)
+    with pytest.raises(InputError, match=rf"one that does not repeat: step {STEPS - 1} of {STEPS}.*leaving out 1 %"):
+        jostle.replay(ended(0.1), query, check=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from jostle.chains.progress import telling
 from jostle.config import fingerprint_names
@@ -25,6 +26,7 @@ from jostle.models.functional import eval_mode, sample_means
 from jostle.scores import Scores
 from jostle.traces.tensor_files import read_tensors, write_tensors
 from jostle.training.backwards import Backwards, Costs
+from jostle.training.records import Recorded
 from jostle.training.repeatable import Microbatch, Repeatable, Repetition, Timeline
 from jostle.training.steps import Root
 
@@ -44,6 +46,9 @@ CHECKED, SHARE = 20, 0.02
 """Trainings without random examples, and without how many of them, that predictions are held against."""
 
 RESAMPLED = 1000
+
+LITTLE, NEARLY = 0.01, 0.1
+"""A repetition may differ from the training that was recorded by this share of what leaving out so many changes."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,7 @@ def replay(
         timeline = Timeline(repetition, tell=tell)
         log.info("states before each step: %s", timeline.plan)
         timeline.go()
+        repeated = _repeated(training, repetition, asked, tell) if isinstance(training, Recorded) else None
         backwards = Backwards(repetition, smooth_root(smoothing))
         end = fingerprint_tensors(dict(repetition.model.state_dict()))
         left, costs = work.restore(found, end) or (len(repetition), None)
@@ -221,8 +227,8 @@ def replay(
         },
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
-    if checked is not None:
-        provenance["check"] = str(checked)
+    provenance |= {} if checked is None else {"check": str(checked)}
+    provenance |= {} if repeated is None else {"repeated": repeated}
     result = Replay(found.effects, found.tokens, checked, provenance)
     work.finish(result.scores)
     return result
@@ -259,7 +265,8 @@ def _identity(repetition: Repetition, query: Data) -> dict[str, Any]:
     steps = hashlib.sha256()
     for step in training.steps:
         for part in step:
-            steps.update(np.asarray(part.examples, np.int64).tobytes() + repr(part.share).encode() + b";")
+            steps.update(np.asarray(part.examples, np.int64).tobytes())
+            steps.update(repr((part.share, part.counted, part.digest)).encode())
         steps.update(b"|")
     groups = [
         {
@@ -362,14 +369,50 @@ def _checked(
             weights[generator.permutation(examples)[:left_out]] = 0
         repetition = Repetition(training, weights)
         repetition.go()
-        with torch.no_grad(), eval_mode(repetition.model):
-            parts = [query.batch(part) for part in np.array_split(np.arange(len(query)), -(-len(query) // QUERIES))]
-            objective = training.objective.loss
-            found = [sample_means(objective(repetition.model, part), objective, part) for part in parts]
-        losses.append(torch.cat(found).double().cpu().numpy())
+        losses.append(_losses(repetition.model, training, query))
         predicted.append((1 - weights) @ effects)
         tell(f"checked by {number} of {count} trainings")
     return Check(np.stack(losses[1:]) - losses[0], np.stack(predicted[1:]), left_out)
+
+
+@torch.no_grad()
+def _losses(model: nn.Module, training: Repeatable, query: Data) -> Float[np.ndarray, " query"]:
+    """The queries' losses, as the derivative takes them."""
+    loss = training.objective.loss
+    with eval_mode(model):
+        parts = [query.batch(part) for part in np.array_split(np.arange(len(query)), -(-len(query) // QUERIES))]
+        return torch.cat([sample_means(loss(model, part), loss, part) for part in parts]).double().cpu().numpy()
+
+
+def _repeated(training: Recorded, repetition: Repetition, query: Data, tell: Callable[[str], None]) -> str:
+    """Hold the repetition against what was recorded; what differs may be a tenth of what leaving out 1 % changes.
+
+    Raises:
+        InputError: more than that differs.
+    """
+    found = training.compare(repetition)
+    if found.equal:
+        return str(found)
+    here = _losses(repetition.model, training, query)
+    recorded = copy.deepcopy(repetition.model)
+    with torch.no_grad():
+        for name, value in {**dict(recorded.named_parameters()), **dict(recorded.named_buffers())}.items():
+            if name in training.end:
+                value.copy_(training.end[name])
+    there = _losses(recorded, training, query)
+    tell("the repetition differs; once more, without 1 % of the examples")
+    weights = np.ones(len(training.data))
+    weights[np.random.default_rng(0).permutation(len(weights))[: max(1, round(LITTLE * len(weights)))]] = 0
+    without = Repetition(training, weights)
+    without.go()
+    apart, changed = (
+        float(np.sqrt(np.square(one - here).mean())) for one in (there, _losses(without.model, training, query))
+    )
+    told = f"{found}; queries' losses differ by {apart:.2g}, and leaving out 1 % changes them by {changed:.2g}"
+    if not apart < NEARLY * changed:
+        raise InputError("training", got=f"one that does not repeat: {told}", expected="a difference of under a tenth")
+    log.info("%s", told)
+    return told
 
 
 class _Found:

@@ -238,6 +238,8 @@ class Backwards:
         with own_randomness(), plain_operations():
             set_random_state(repetition.random)
             for part in parts:
+                if part.state is not None:
+                    set_random_state(part.state)
                 batch = repetition.about.data.batch(part.examples)
                 one = self._pass(weights, statistics, batch, part.share)
                 passes.append(one)

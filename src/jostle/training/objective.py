@@ -26,16 +26,26 @@ class Objective:
     count_alike: Alike
 
     def __call__(
-        self, model: nn.Module, batch: Batch, weights: Float[Tensor, " sample"] | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        weights: Float[Tensor, " sample"] | None = None,
+        counted: int | None = None,
     ) -> Float[Tensor, ""]:
-        """Return it for a batch, with these weights of its examples."""
+        """Return it for a batch, with these weights of its examples.
+
+        ``counted`` is divided by in place of B or Σᵢ Tᵢ, where the batch is a part of a step that counts them all.
+        """
         losses = self.loss(model, batch)
         if losses.ndim == 1 or self.count_alike == "sequences":
             means = sample_means(losses, self.loss, batch)
-            return (means if weights is None else weights.to(means) * means).mean()
+            means = means if weights is None else weights.to(means) * means
+            return means.mean() if counted is None else means.sum() / counted
         real = real_tokens(losses, self.loss, batch)
         sums = torch.where(real, losses, 0).sum(1)
-        return (sums if weights is None else weights.to(sums) * sums).sum() / real.sum()
+        return (sums if weights is None else weights.to(sums) * sums).sum() / (
+            real.sum() if counted is None else counted
+        )
 
     def shares(self, losses: Float[Tensor, "sample ..."], batch: Batch) -> Float[Tensor, "sample ..."]:
         """Return what each loss, an example's or a token's, counts in it: 0 where it is none."""

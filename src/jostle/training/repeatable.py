@@ -18,8 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from jostle.data.datasets import Data
+from jostle.data.datasets import Data, fingerprint_tensors
 from jostle.errors import InputError
+from jostle.losses import Batch
 from jostle.models.functional import free_memory
 from jostle.training.objective import Objective
 from jostle.training.steps import KEPT, kind_of
@@ -36,10 +37,17 @@ class Microbatch(NamedTuple):
     Attributes:
         examples: their indices.
         share: by which their mean loss is multiplied: 1 where a step has one microbatch.
+        counted: what the sum of their losses is divided by, where that is known of the whole step. It says what
+            ``share`` says, and to the bit what a training that divides at once does.
+        state: PyTorch's random state before it; None: what the microbatch before has left.
+        digest: a hash of the batch; None: not known.
     """
 
     examples: Int[np.ndarray, " sample"]
     share: float = 1.0
+    counted: int | None = None
+    state: RandomState | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Repeatable:
         schedule: makes the schedule of an optimizer, which is stepped with it.
         clip_norm: what all gradients together were cut to.
         state: PyTorch's random state before the first step, on the CPU and on each GPU; None: nothing is random.
+        sums: of all trained weights after each step, where the training was recorded.
     """
 
     model: nn.Module
@@ -65,6 +74,7 @@ class Repeatable:
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
     state: RandomState | None = None
+    sums: Sequence[float] | None = None
 
 
 RandomState = tuple[Tensor, list[Tensor]]
@@ -80,6 +90,16 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
+
+
+def digest_of(batch: Batch) -> str:
+    """Return a hash of a batch."""
+    return fingerprint_tensors({"batch": batch})
+
+
+def sum_of(weights: Iterable[Tensor]) -> Float[Tensor, ""]:
+    """Return the sum of all weights in float64: two trainings whose weights differ hardly ever agree in it."""
+    return torch.stack([value.detach().sum(dtype=torch.float64) for value in weights]).sum()
 
 
 @contextlib.contextmanager
@@ -133,7 +153,10 @@ class Repetition:
         optimizer: as it stands.
         kind: of the optimizer.
         number: how many steps were taken.
+        differs: the first step after which weights were others than recorded; None: there was none so far.
     """
+
+    differs: int | None = None
 
     def __init__(self, training: Repeatable, weights: Float[np.ndarray, " train"] | None = None) -> None:
         self.about, self.number = training, 0
@@ -148,6 +171,7 @@ class Repetition:
         self._weights = None
         if weights is not None:
             self._weights = torch.as_tensor(weights, device=self.parameters[0].device)
+        self._look_ahead()
 
     def __len__(self) -> int:
         return len(self.about.steps)
@@ -159,9 +183,11 @@ class Repetition:
             set_random_state(self.random)
             self.optimizer.zero_grad()
             for part in about.steps[self.number]:
+                if part.state is not None:
+                    set_random_state(part.state)
                 given = None if self._weights is None else self._weights[part.examples]
-                value = about.objective(self.model, about.data.batch(part.examples), given)
-                (value if part.share == 1 else part.share * value).backward()
+                value = about.objective(self.model, self._batch(part), given, part.counted)
+                (value if part.share == 1 or part.counted is not None else part.share * value).backward()
             moved = [value.grad is not None for value in self.parameters]
             if about.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.parameters, about.clip_norm)
@@ -169,8 +195,38 @@ class Repetition:
             if self._schedule is not None:
                 self._schedule.step()
             self.random = random_state()
+        self._compare()
         self.number += 1
+        self._look_ahead()
         return moved
+
+    def _batch(self, part: Microbatch) -> Batch:
+        """Return a microbatch's batch, if it is the one that was recorded."""
+        batch = self.about.data.batch(part.examples)
+        if part.digest is None or self._weights is not None:  # with weights, it is the same training once more
+            return batch
+        found = digest_of(batch)
+        if found != part.digest:
+            raise InputError(
+                f"step {self.number}",
+                got=f"a batch {found} of examples {np.array2string(part.examples, threshold=6)}",
+                expected=f"the batch {part.digest} that the training saw",
+                fix="make batches without chance: a collate function or a data set that draws gives others",
+            )
+        return batch
+
+    def _compare(self) -> None:
+        """Hold weights against those that were recorded."""
+        if self.about.sums is None or self.differs is not None or self._weights is not None:
+            return
+        found, recorded = float(sum_of(self.parameters)), self.about.sums[self.number]
+        if found != recorded and not (math.isnan(found) and math.isnan(recorded)):
+            self.differs = self.number
+
+    def _look_ahead(self) -> None:
+        """Stand in the random state that the next step began with, where it is known."""
+        if self.number < len(self) and (state := self.about.steps[self.number][0].state) is not None:
+            self.random = state
 
     def go(self) -> None:
         """Take all steps that are left."""
