@@ -47,6 +47,8 @@ from jostle.evaluate.metrics import lds_of, slopes_of
 from jostle.models.functional import eval_mode, sample_means
 from jostle.models.in_place import Graph, InPlace
 from jostle.models.weights import MovingWeights
+from jostle.training.objective import Objective
+from jostle.training.repeatable import Microbatch, Repeatable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,8 @@ DAMPINGS = (None, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 """Of EK-FAC; None: its own."""
 REFINED = (1e-2, 1e-3, 1e-4)
 """Of EK-FAC with conjugate gradients."""
+SMOOTHINGS = (0.1, 0.01, 0.001, 1.0, 0.0)
+"""Of replay."""
 BANKS = Path(__file__).parent / "banks" / "language"
 DROPS, SHARE = 100, 0.02
 
@@ -180,6 +184,27 @@ class Trained:
         self._optimizer.step()
         return self._factor.clone()
 
+    def batches(self) -> list[np.ndarray]:
+        """The texts of each step."""
+        about = self.about
+        generator = np.random.default_rng((about.seed, 0))
+        indices = np.concatenate([generator.permutation(about.train) for _ in range(about.epochs)])
+        return np.split(indices, about.steps)
+
+    def repeatable(self, start: nn.Module) -> Repeatable:
+        """The same training, by the plain optimizer: its kernels are others, so it comes out the same to rounding."""
+        about, rate = self.about, self.rate
+        factors = [own / rate for own in about.rates(rate)]
+        return Repeatable(
+            start.train(), self.train, Objective(self.loss, "sequences"),
+            lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=about.weight_decay),
+            [[Microbatch(batch)] for batch in self.batches()],
+            schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: factors[min(step, len(factors) - 1)]
+            ),
+            clip_norm=about.clip_norm,
+        )  # fmt: skip
+
     def __call__(self, weights: Float[np.ndarray, " train"]) -> Float[np.ndarray, " query"]:
         """Train with these weights of the texts, and return the queries' losses."""
         self.model.train()
@@ -189,11 +214,9 @@ class Trained:
         for state in self._optimizer.state.values():
             for value in state.values():
                 value.zero_()
-        about, rates = self.about, self.about.rates(self.rate)
-        generator = np.random.default_rng((about.seed, 0))
-        indices = np.concatenate([generator.permutation(about.train) for _ in range(about.epochs)])
+        rates = self.about.rates(self.rate)
         device, factors = self.train.batch([0])["input_ids"].device, []
-        for batch, rate in zip(np.split(indices, about.steps), rates, strict=True):
+        for batch, rate in zip(self.batches(), rates, strict=True):
             if device.type == "cuda":
                 self._rate.fill_(rate)
             else:
@@ -276,7 +299,7 @@ class Trial:
                 raise SystemExit(f"the bank of {name} is not finished")
             self.left_out, self.changes = 1 - every[1:], losses[1:, None].astype(np.float64) - losses[0]
             self.repeated = float(np.abs(again - losses[0]).max())
-        self.about, self.model = about, training.model
+        self.about, self.model, self.repeatable = about, training.model, training.repeatable
         self.train, self.query, self.loss = training.train, training.query, jostle.losses.next_token()
         named = dict(zip(dict(self.model.named_parameters()), training.second_moments, strict=True))
         self.training = jostle.Training(
@@ -343,6 +366,21 @@ def solved(trial: Trial, weights: Any, **settings: Any) -> None:
     about |= {name: found.provenance[name] for name in ("runs", "passes")}
     words = ["solve", *(["linear layers"] if weights != "all" else []), *(f"{k} {v}" for k, v in settings.items())]
     trial.tell(", ".join(words), found.effects.astype(np.float64), **about)
+
+
+def replayed(trial: Trial, path: Path, smoothing: float, **settings: Any) -> None:
+    """`jostle.replay`, from the weights that training began with."""
+    from transformers import AutoModelForCausalLM
+
+    about: dict[str, Any] = {}
+    auto: Any = AutoModelForCausalLM
+    start = auto.from_pretrained(path, dtype=torch.float32).to(next(trial.model.parameters()).device)
+    with timed(about):
+        found = jostle.replay(
+            trial.repeatable(start), texts_of(trial)[1], smoothing=smoothing, check=0, **settings
+        )  # fmt: skip
+    about |= {"states_apart": found.provenance["states_apart"]}
+    trial.tell(f"replay, smoothing {smoothing:g}", found.effects, **about)
 
 
 def refined(trial: Trial, damping: float, iterations: Sequence[int] = (3, 12)) -> None:
@@ -426,6 +464,7 @@ def methods(about: Model, name: str, arguments: argparse.Namespace) -> None:
                 functools.partial(ekfac, trial, damping, directory)
                 for damping in (DAMPINGS if trial.changes is not None else DAMPINGS[:1])
             ],
+            "replay": [functools.partial(replayed, trial, arguments.model, smoothing) for smoothing in SMOOTHINGS],
             "first-order": [lambda: first_order(trial)],
             "refined": [functools.partial(refined, trial, damping) for damping in REFINED],
         }
