@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jostle.curvature.gauss_newton import GaussNewton, tokens_of
+from jostle.data.datasets import Data
 
 log = logging.getLogger("jostle")
 
@@ -76,6 +77,12 @@ class NotFiniteError(Exception):
     """Curvature is not finite, or so large that no steps are stable."""
 
 
+def examples_of_step(data: Data, device: torch.device) -> int:
+    """Return how many examples a step sees: all, where two runs of some would take as long."""
+    some = max(1, STEP_TOKENS["cuda" if device.type == "cuda" else "cpu"] // tokens_of(data, mean=True))
+    return len(data) if 2 * some >= len(data) else some
+
+
 class Descents:
     """Runs over random examples, independent of each other, whose mean is the answer.
 
@@ -104,10 +111,7 @@ class Descents:
     ) -> None:
         self._curvature, self._reach, self._hold, self._stiffest = curvature, reach, hold, stiffest
         self._rng = np.random.default_rng((seed, 2))
-        data = curvature.data
-        self.examples = max(1, STEP_TOKENS["cuda" if reach.is_cuda else "cpu"] // tokens_of(data, mean=True))
-        if 2 * self.examples >= len(data):  # two runs of some would take as long
-            self.see_all()
+        self.examples = examples_of_step(curvature.data, reach.device)
         largest = self._largest(seed)
         if not math.isfinite(largest):
             raise NotFiniteError

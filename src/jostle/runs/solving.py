@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from jostle.chains.progress import telling
-from jostle.curvature.descent import NotFiniteError
+from jostle.curvature.descent import NotFiniteError, examples_of_step
 from jostle.curvature.gauss_newton import PASS_TOKENS, GaussNewton, tokens_of
 from jostle.curvature.labels import loss_counts, of_the_first, these
 from jostle.curvature.per_example import PerExample, fingerprints_of
@@ -312,7 +312,7 @@ class _Work:
     ) -> Iterator[tuple[Responses, Float[np.ndarray, "train query"], list[np.ndarray]]]:
         """Give responses, effects and effects of tokens, of a block of queries after another."""
         probes, stiffest = self._probes(), None
-        if not is_small(self.moving):
+        if not is_small(self.moving) and examples_of_step(self.train, self.moving.center.device) < len(self.train):
             tell("rows that few examples have")
             with InPlace(self.model, self.moving) as model:
                 stiffest = largest_in_rows(
