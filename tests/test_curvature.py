@@ -777,11 +777,13 @@ def test_curvature_that_one_example_gives_a_row() -> None:
             found.append(torch.stack(every)[:, :, 0])
         both = largest_in_rows(inside, loss, Data(rows[:2], "train"), reach, shares, 0)
     draws, expected = torch.stack(found), torch.stack(traces)
-    for mean, other in ((draws, expected), (draws.sum(2), expected.sum(1))):  # of each row, and of all together
-        error = mean.std(0) / len(draws) ** 0.5
-        away = (mean.mean(0) - other)[error > 0] / error[error > 0]
-        assert away.square().mean() < 2.5
+    sums = draws.sum(2)
+    error = sums.std(0) / len(sums) ** 0.5
+    assert ((sums.mean(0) - expected.sum(1)).abs() < 3 * error).all()
     assert (error < 0.1 * expected.sum(1)).all()
+    # Of single rows, whose labels are drawn seldom: by how alike they are.
+    for mean, other in zip(draws.mean(0), expected, strict=True):
+        assert torch.corrcoef(torch.stack([mean, other]))[0, 1] > 0.95
     assert both[place].view(shape).std(1).max() == 0  # one number for all of a row
     assert not both[: place.start].any()
     assert not both[place.stop :].any()
