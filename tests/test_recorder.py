@@ -234,7 +234,13 @@ def language_model(name: str) -> Any:
 
 
 def train(
-    model: Any, folder: Path, recording: RecordingCallback, *, collate: Any = None, data: Any = None, **settings: Any
+    model: Any,
+    folder: Path,
+    recording: transformers.TrainerCallback,
+    *,
+    collate: Any = None,
+    data: Any = None,
+    **settings: Any,
 ) -> None:
     given: dict[str, Any] = {
         "max_steps": 20, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0,
@@ -280,7 +286,7 @@ def test_the_record_of_a_trainer_leaves_it_as_it_is(tmp_path: Path) -> None:
     for recording in (RecordingCallback(), transformers.TrainerCallback()):
         torch.manual_seed(0)
         model = language_model("gpt2")
-        train(model, tmp_path, recording)  # type: ignore[arg-type]
+        train(model, tmp_path, recording)
         ends.append(model.state_dict())
         assert not model._forward_pre_hooks
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
@@ -563,7 +569,10 @@ def test_steps_that_cannot_be_repeated_are_refused() -> None:
     assert_repeated(recorder.finish(), model)
 
     model, optimizer, recorder, batches = begin()
-    closure: Any = lambda: losses(model, next(iter(batches))).mean()  # noqa: E731
+
+    def closure(model: Any = model, batches: Any = batches) -> Any:
+        return losses(model, next(iter(batches))).mean()
+
     with pytest.raises(jostle.InputError, match=r"step 0: got optimizer.step\(closure\)"):
         optimizer.step(closure)
 

@@ -551,7 +551,8 @@ def _plain_attention(
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     products = products.to(torch.promote_types(query.dtype, torch.float32))
     products = products.masked_fill(later, torch.finfo(products.dtype).min)
-    # Not `softmax`: compiled for a GPU, its derivative in forward mode was wrong (torch 2.11), by a third.
+    # Not `softmax`: compiled for a GPU, its derivative in forward mode was wrong (torch 2.11), by a third. It was not
+    # tried again since the compiler pads no rows.
     weights = (products - products.amax(-1, keepdim=True).detach()).exp()
     weights = weights / weights.sum(-1, keepdim=True)
     return (weights.to(query.dtype) @ value[:, :, None]).flatten(1, 2).transpose(1, 2)

@@ -115,8 +115,11 @@ class Layers:
             for own, slope in slopes.items():
                 name = names[own] if names else own
                 place = found[:, moving.slices[name]]
-                place.add_(slope.flatten(1)) if name in there else place.copy_(slope.flatten(1))
-                there.add(name)
+                if name in there:
+                    place.add_(slope.flatten(1))
+                else:
+                    place.copy_(slope.flatten(1))
+                    there.add(name)
 
         after, weights = self._after(last, batch)
         curved, slopes = vmap(cast(Any, vjp(after, last, weights)[1]))(curved)
