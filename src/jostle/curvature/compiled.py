@@ -24,8 +24,8 @@ compiled: that takes up to 15, and then it is two to three times as quick."""
 
 
 OPTIONS = {"comprehensive_padding": False, "shape_padding": False}
-"""Of the compiler: with padded rows, and texts whose lengths it would pad, forward mode came out wrong (torch 2.11). That
-and texts of other lengths mended it together."""
+"""Of the compiler: where it padded rows of intermediate results, forward mode came out wrong (torch 2.11). Texts were
+padded at the same time, so which of the two mended it is not known."""
 
 
 class Compiled:
