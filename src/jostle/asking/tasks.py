@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -38,7 +38,10 @@ EXPECTED_CHECKPOINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data and its loss; `options` are further arguments of `jostle.attribute`."""
+    """A model, its data and its loss; `options` are further arguments of `jostle.attribute`.
+
+    `decode` gives the text of tokens, where there are any.
+    """
 
     model: nn.Module
     train: Any
@@ -48,16 +51,18 @@ class Task:
     default_weights: str = "all"
     examples: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    decode: Callable[[list[int]], str] | None = None
 
 
 def language_model(
     model: str,
     *,
-    train: str,
+    train: str | None,
     query: str | Sequence[str],
     sampling: str | None = None,
     max_length: int | None = None,
     device: str | None = None,
+    dtype: torch.dtype | None = None,
     spread: bool = False,
 ) -> Task:
     """Load a causal language model and the texts to attribute.
@@ -65,22 +70,23 @@ def language_model(
     Args:
         model: a directory or hub id for ``AutoModelForCausalLM``; of a directory with a PEFT adapter, the adapter alone
             moves.
-        train: texts to score (see `jostle.data.texts`).
+        train: texts to score (see `jostle.data.texts`); None: they are known from elsewhere.
         query: texts or prompt–completion pairs on which influence is measured; of several files, one after another.
         sampling: what minibatches are drawn from, where it is more than ``train``.
         max_length: cut sequences after so many tokens; the model's context by default.
         device: ``"cuda"``, ``"cpu"``, ...; a GPU where there is one.
+        dtype: of the weights; default: what the device is fast in.
         spread: leave the model in the memory of the host, from where it will be spread over several such devices.
     """
     _require_place(model)
     if max_length is not None:
         require_whole("max_length", max_length, at_least=1)
-    files = {"train": [train], "query": [query] if isinstance(query, str) else query}
-    files |= {} if sampling is None else {"sampling": [sampling]}
+    files = {"query": [query] if isinstance(query, str) else query}
+    files |= {name: [one] for name, one in (("train", train), ("sampling", sampling)) if one is not None}
     records = {
         name: [record for path in paths for record in read_records(path, name=name)] for name, paths in files.items()
     }
-    network, tokenizer, adapted = _load(model, device, spread=spread, tokenized=True)
+    network, tokenizer, adapted = _load(model, device, dtype=dtype, spread=spread, tokenized=True)
     context = getattr(network.config, "max_position_embeddings", None) or getattr(network.config, "n_positions", None)
     if max_length is not None and context is not None and max_length > context:
         raise InputError("max_length", got=max_length, expected=f"at most the model's context of {context} tokens")
@@ -89,12 +95,15 @@ def language_model(
     _check_vocabulary(examples, network, model)
     return Task(
         model=network,
-        train=_samples(examples["train"]),
+        train=_samples(examples["train"]) if "train" in examples else None,
         query=_samples(examples["query"]),
         sampling_data=_samples(examples["sampling"]) if "sampling" in examples else None,
         loss=next_token(),
         default_weights="all" if adapted else LANGUAGE_WEIGHTS,  # an adapter is its own restriction
-        examples={name: [example.to_dict() for example in examples[name]] for name in ("train", "query")},
+        examples={
+            name: [example.to_dict() for example in part] for name, part in examples.items() if name != "sampling"
+        },
+        decode=tokenizer.decode,
     )
 
 
@@ -161,7 +170,13 @@ def _expected(flag: str) -> str:
 
 
 def _load(
-    name: str, device: str | None, *, spread: bool = False, tokenized: bool = False, flag: str = "model"
+    name: str,
+    device: str | None,
+    *,
+    dtype: torch.dtype | None = None,
+    spread: bool = False,
+    tokenized: bool = False,
+    flag: str = "model",
 ) -> tuple[Any, Any, bool]:
     """A causal language model, its tokenizer where that is asked for, and whether it is an adapter."""
     try:
@@ -175,7 +190,7 @@ def _load(
         ) from error
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # bfloat16 is what GPUs are fast in; on a CPU without native support it is over a hundred times slower than float32.
-    dtype = torch.bfloat16 if place.startswith("cuda") else torch.float32
+    dtype = dtype or (torch.bfloat16 if place.startswith("cuda") else torch.float32)
     adapter = Path(name) / "adapter_config.json"
     files, tokenizer = _files(name, flag), None
     try:

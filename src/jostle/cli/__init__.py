@@ -12,6 +12,7 @@ from jostle.cli import sampling as sampling
 from jostle.cli import choosing as choosing
 from jostle.cli import scoring as scoring
 from jostle.cli import solving as solving
+from jostle.cli import replaying as replaying
 from jostle.cli import reading as reading
 from jostle.cli import evaluating as evaluating
 from jostle.cli import viewing as viewing

@@ -58,7 +58,7 @@ def print_ranking(
         console.print(table)
     if ranking.normalized:
         console.print("posterior correlation: positive = the losses move together, training on it helps")
-    elif ranking.method == "solve":
+    elif ranking.method in ("solve", "replay"):
         console.print("influence: −0.1 = left out, the query's loss would rise by 0.1 nats; negative = it helped")
     else:
         what = "influence −Cov" if ranking.method == "bif" else "influence"

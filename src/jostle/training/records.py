@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,11 @@ from jostle.data.datasets import Collate, Data, fingerprint_tensors
 from jostle.errors import InputError
 from jostle.files import replace_file, replacing
 from jostle.losses import IGNORED_LABEL, Batch, Loss, at_least_float32, described
+from jostle.training.batches import are_tokens, load_batches, save_batches
 from jostle.training.loaders import innermost, source_of
 from jostle.training.objective import Objective
 from jostle.training.repeatable import (
+    Examples,
     Microbatch,
     RandomState,
     Repeatable,
@@ -42,6 +45,7 @@ SETTINGS = ("lr", "weight_decay", "momentum", "beta1", "beta2")
 
 FORMAT = 1
 SMALL, START, END, STEPS = "record.json", "start.safetensors", "end.safetensors", "steps.npz"
+BATCHES = "batches.safetensors"
 
 
 @dataclass(frozen=True)
@@ -222,12 +226,17 @@ class Recorded(Repeatable):
                 name, largest = own, apart
         return Repeated(repetition.differs, len(repetition), name, largest)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, batches: bool | None = None) -> None:
         """Write the record into a directory: what is not there yet is made, what is there is replaced.
 
-        Frozen weights, data and the loss are not in it.
+        Frozen weights and the loss are not in it.
+
+        Args:
+            path: the directory.
+            batches: keep them, so that neither the data nor their collate function is needed to repeat the training.
+                Default: where they are tokens, which take little room.
         """
-        folder = Path(path)
+        folder, files = Path(path), [START, END, STEPS]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SMALL).unlink(missing_ok=True)  # without it, what is half written is no record
         for name, tensors in ((START, moving(self.model)), (END, self.end)):
@@ -236,7 +245,11 @@ class Recorded(Repeatable):
         with replacing(folder / STEPS) as temporary, temporary.open("wb") as file:
             arrays: dict[str, Any] = _arrays(self)
             np.savez(file, **arrays)
-        about = _about(self) | {"files": {name: _sum_of_file(folder / name) for name in (START, END, STEPS)}}
+        (folder / BATCHES).unlink(missing_ok=True)
+        if are_tokens(self) if batches is None else batches:
+            save_batches(self, folder / BATCHES)
+            files.append(BATCHES)
+        about = _about(self) | {"files": {name: _sum_of_file(folder / name) for name in files}}
         replace_file(folder / SMALL, json.dumps(about, indent=1))
 
 
@@ -253,7 +266,7 @@ def repeat_check(recorded: Recorded) -> Repeated:
 
 
 def load_record(
-    path: str | Path, *, model: nn.Module, data: Any, loss: Loss | None = None, collate: Collate | None = None
+    path: str | Path, *, model: nn.Module, data: Any = None, loss: Loss | None = None, collate: Collate | None = None
 ) -> Recorded:
     """Read a record that was saved.
 
@@ -261,7 +274,8 @@ def load_record(
         path: the directory.
         model: one of the same shapes. Its frozen weights have to be those of the training; all others are in the
             record.
-        data: the training examples, or the loader that they were taken from.
+        data: the training examples, or the loader that they were taken from; not needed where the record has its
+            batches.
         loss: what the training minimized, as it was given to the recorder. It need not be given for a record of a
             Hugging Face Trainer whose loss was its own.
         collate: makes a batch of a list of samples.
@@ -274,10 +288,18 @@ def load_record(
     start, end = (_read_tensors(folder / name) for name in (START, END))
     started = _started(copied(model), start, about)
     device = next(value for value in started.parameters() if value.requires_grad).device
-    if isinstance(data, DataLoader) or hasattr(data, "base_dataloader"):
-        data, collate = source_of(innermost(data))
-    known = Data(data, "train", collate=collate, device=device)
-    _require("data", known.fingerprint(), about["data"], "the training examples, in their order, and their collate")
+    known: Examples
+    if data is None:
+        if BATCHES not in about["files"]:
+            raise InputError("data", got="none, for a record without its batches", expected="the training examples",
+                             fix="load_record(..., data=...), or save it with batches=True")  # fmt: skip
+        known = load_batches(folder / BATCHES, about["examples"], about["data"], device)
+    else:
+        if isinstance(data, DataLoader) or hasattr(data, "base_dataloader"):
+            data, collate = source_of(innermost(data))
+        known = Data(data, "train", collate=collate, device=device)
+        what = "the training examples, in their order, and their collate function"
+        _require("data", known.fingerprint(), about["data"], what)
     with np.load(io.BytesIO((folder / STEPS).read_bytes()), allow_pickle=False) as arrays:
         steps, numbers, sums = _steps_of(arrays)
     loss = _loss_of(about, loss)
@@ -321,6 +343,19 @@ def moving(model: nn.Module) -> dict[str, Tensor]:
     return {**found, **dict(model.named_buffers())}
 
 
+def dtype_of(model: nn.Module) -> str:
+    """Return the precision that most of a model's weights are in."""
+    counts: Counter[str] = Counter()
+    for value in model.parameters():
+        counts[str(value.dtype).removeprefix("torch.")] += value.numel()
+    return counts.most_common(1)[0][0]
+
+
+def dtype_of_record(path: str | Path) -> torch.dtype:
+    """Return the precision that most of the weights of a recorded model were in."""
+    return getattr(torch, _read_about(Path(path))["dtype"])
+
+
 def _frozen(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     return found
@@ -355,6 +390,8 @@ def _about(recorded: Recorded) -> dict[str, Any]:
         "precision": precision,
         "modes": [name for name, module in recorded.model.named_modules() if module.training],
         "data": recorded.data.fingerprint(),
+        "examples": len(recorded.data),
+        "dtype": dtype_of(recorded.model),
         "start": fingerprint_tensors(moving(recorded.model)),
         "frozen": fingerprint_tensors(_frozen(recorded.model)),
     }  # fmt: skip
@@ -451,7 +488,7 @@ def _started(model: nn.Module, start: Mapping[str, Tensor], about: Mapping[str, 
     _require("model", fingerprint_tensors(_frozen(model)), about["frozen"], "the frozen weights of the training")
     _require("record", fingerprint_tensors(start), about["start"], "the weights that the training began with")
     for name, value in own.items():
-        value.copy_(start[name])
+        value.data = start[name].to(value.device)  # in its own precision
     training = set(about["modes"])
     for name, module in model.named_modules():
         module.training = name in training

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from jostle.data.datasets import Data, fingerprint_tensors
+from jostle.data.datasets import fingerprint_tensors
 from jostle.errors import InputError
 from jostle.losses import Batch
 from jostle.models.functional import free_memory
@@ -29,6 +29,19 @@ log = logging.getLogger("jostle")
 
 STATE_BYTES = 4 << 30
 """What states may take in the machine's memory where it does not say what is free."""
+
+
+class Examples(Protocol):
+    """What a training takes its batches from."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Int[np.ndarray, " sample"]) -> Batch:
+        """Return the batch of these examples."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of all of them."""
+        ...
 
 
 class Microbatch(NamedTuple):
@@ -67,7 +80,7 @@ class Repeatable:
     """
 
     model: nn.Module
-    data: Data
+    data: Examples
     objective: Objective
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     steps: Sequence[Sequence[Microbatch]]
