@@ -22,6 +22,7 @@ import jostle
 from jostle.data.datasets import Data
 from jostle.models.functional import sample_means
 from jostle.training import Recorded, Recorder, load_record, repeat_check
+from jostle.training.backwards import Backwards
 from jostle.training.recorder import cut_to
 from jostle.training.records import TrainerLoss
 from jostle.training.repeatable import Repetition
@@ -162,6 +163,51 @@ def test_other_loops_are_repeated_to_the_bit(name: str) -> None:
     training = recorder.finish()
     assert len(training.steps) == (4 if name in ("sum", "number") else 8)
     assert_repeated(training, model)
+
+
+def by_autocast(model: nn.Module, loss: Any) -> Recorded:
+    """One step of SGD in mixed precision."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(model, optimizer, loss=loss, clip_norm=None)
+    for batch in recorder.watch(DataLoader(examples(), batch_size=10)):
+        with torch.autocast("cpu", torch.bfloat16):
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        break
+    return recorder.finish()
+
+
+def test_the_derivative_of_mixed_precision_is_in_full() -> None:
+    """One step from w0 to w1: an effect is rate/B·g(w1)ᵀgᵢ(w0), with gradients in full precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    training, query = by_autocast(model, losses), examples()[20:24]
+    found = jostle.replay(training, query, check=0).effects[:10]
+
+    def gradients(batch: Any, model: nn.Module) -> Tensor:
+        rows = [torch.autograd.grad(losses(model, batch)[row], [*model.parameters()]) for row in range(len(batch[0]))]
+        return torch.stack([torch.cat([one.flatten() for one in row]) for row in rows])
+
+    # `model` itself has come to w1.
+    expected = 0.01 * gradients(training.data.batch(np.arange(10)), training.model) @ gradients(query, model).T
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_with_dropout_the_derivative_keeps_the_precision_that_masks_belong_to() -> None:
+    seen: list[bool] = []
+
+    def watched(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return losses(model, batch)
+
+    for dropout in (0.2, 0.0):
+        training = by_autocast(nn.Sequential(nn.Linear(5, 16), nn.Dropout(dropout), nn.Linear(16, 3)), watched)
+        repetition = Repetition(training)
+        repetition.go()
+        seen.clear()
+        Backwards(repetition).of_queries([examples()[:3]])
+        assert seen
+        assert all(seen) == any(seen) == (dropout > 0)
 
 
 def test_a_loop_that_divides_by_all_tokens_of_a_step() -> None:
@@ -633,6 +679,17 @@ def test_another_loss_than_the_trainers_is_refused(tmp_path: Path) -> None:
         jostle.InputError, match=r"loss: got [\d.]+ of the first batch, expected the [\d.]+ that the training had"
     ):
         _ = recording.training
+
+
+def test_a_query_without_labels_is_asked_of_every_token(tmp_path: Path) -> None:
+    model, recording = language_model("gpt2"), RecordingCallback()
+    train(model, tmp_path, recording, max_steps=3)
+    rows = [tokenizer()(text)["input_ids"] for text in ("one two three", "a b c d e")]
+    asked = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)([{"input_ids": row} for row in rows])
+    plain, labelled = (
+        jostle.replay(recording.training, query, check=0).effects for query in (rows, dict(asked.items()))
+    )
+    np.testing.assert_allclose(plain, labelled, rtol=1e-4, atol=1e-7)
 
 
 def test_the_example_of_the_page() -> None:

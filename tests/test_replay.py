@@ -185,6 +185,17 @@ def test_states_that_are_made_again_give_identical_numbers(
         np.testing.assert_array_equal(again.effects, kept.effects)
 
 
+def test_states_hold_only_what_is_trained() -> None:
+    sizes = []
+    for make in (network, frozen):
+        model = make()
+        _, inputs, labels = examples(TRAIN)
+        repetition = Repetition(training_of(model, adam(), jostle.losses.classification(), (inputs, labels)))
+        repetition.step()
+        sizes.append(sum(value.numel() for value in repetition.snapshot().weights))
+    assert sizes[0] - sizes[1] == 40
+
+
 def test_tokens_sum_to_sequences_and_are_derivatives_themselves() -> None:
     vocabulary, length = 7, 6
     rows = torch.randint(0, vocabulary, (TRAIN, length))

@@ -833,7 +833,11 @@ def test_what_is_refused() -> None:
     few = [ParameterGroup(parameters=["parts.0"], total_rate=1.0)]
     refused("parameters that training never moved", Training(optimizer="sgd", groups=few), weights="all")
     right, _ = by_weight(LOSSES["classification"], rows)
-    wrong = {name: value.flip(-1) for name, value in moments_of(right).items()}
+    random = torch.Generator().manual_seed(0)
+    wrong = {
+        name: value.flatten()[torch.randperm(value.numel(), generator=random)].view(value.shape)
+        for name, value in moments_of(right).items()
+    }
     refused("second_moments: got roots", dataclasses.replace(right, second_moments=wrong))
 
 
@@ -933,3 +937,104 @@ def test_rows_that_few_examples_have_take_steps_that_are_not_too_long(
         away[alone] = float(np.median(off(found.effects, exact.effects)))
     assert stable == {1.0: True, 1e9: False}
     assert away[1.0] < 0.4 * away[1e9]
+
+
+class Headed(nn.Module):
+    """A weight whose name is that of a group of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(64, 8), nn.Parameter(torch.randn(CLASSES, 8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.tanh(self.body(rows)) @ self.head.T
+
+
+def test_weights_are_meant_by_their_names_and_not_by_patterns() -> None:
+    model, (rows, query) = Headed().double(), digits("classification")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training.from_optimizer(optimizer, model, total_rate=5.0)
+    found, whole = (jostle.solve(model, rows, query, training=training, weights=which) for which in (None, "*"))
+    np.testing.assert_array_equal(found.effects, whole.effects)
+
+
+class Padded(nn.Module):
+    """An embedding that is the head, too."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 6, padding_idx=padding)
+        with torch.no_grad():
+            self.words.weight.normal_()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.words(rows).mean(1))) @ self.words.weight.T
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_head_that_shares_the_row_of_padding_moves_it(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text has a word 0: then it is the same whether that is called padding."""
+    if not dense:
+        monkeypatch.setitem(response.DENSE, "cpu", 0)
+    random = torch.Generator().manual_seed(0)
+    rows, labels = (torch.randint(1, 9, size, generator=random) for size in ((40, 4), (40,)))
+    training = Training(optimizer="sgd", total_rate=20.0)
+    given = (rows, labels), (rows[:5], labels[:5])
+    found, plain = (jostle.solve(Padded(padding), *given, training=training).effects for padding in (0, None))
+    np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-6 * np.abs(plain).max())
+
+
+def heavy_tailed(model: nn.Module, batch: Any) -> Tensor:
+    """Curves downwards where a residual is above 1."""
+    return torch.log1p((model(batch[0])[:, 0] - batch[1]).square())
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_loss_that_curves_downwards_at_few_examples_is_refused(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not dense:
+        monkeypatch.setitem(response.DENSE, "cpu", 0)
+    rows = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.zeros(60)
+    targets[::6] = 30.0
+    model = nn.Linear(5, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    data = rows[:, :5], targets
+    with pytest.raises(InputError, match="curves downwards"):
+        jostle.solve(model, data, data, training=Training(optimizer="sgd", total_rate=20.0), loss=heavy_tailed)
+
+
+def test_optimizers_that_climb_and_no_rates_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="maximize=True"):
+        Training.from_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), model, total_rate=1.0)
+    with pytest.raises(InputError, match=r"rates: got (none|\\[\\])"):
+        Training.from_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, rates=[])
+
+
+def test_without_any_curvature_nothing_is_damped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is fitted so well that neither gradients nor curvature are left."""
+    monkeypatch.setitem(response.DENSE, "cpu", 0)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(200 * torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        model.bias.zero_()
+    rows = torch.tensor([[1.0, 0.3], [-1.0, 0.2], [1.5, -1.0]])
+    data = rows, torch.tensor([0, 1, 0])
+    found = jostle.solve(model, data, data, training=Training(optimizer="sgd", total_rate=1.0))
+    np.testing.assert_array_equal(found.effects, 0)
+
+
+def tokens_without_a_mask(model: nn.Module, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["input_ids"]).mT, batch["input_ids"], reduction="none")
+
+
+def test_a_loss_of_tokens_that_does_not_know_its_padding_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    texts = [[1, 2, 3], [2, 4, 5, 6, 1], [3, 3]]
+    training = Training(optimizer="sgd", total_rate=1.0)
+    with pytest.raises(InputError, match="which are padding"):
+        jostle.solve(model, texts, texts, training=training, loss=tokens_without_a_mask)

@@ -23,7 +23,7 @@ WITHIN = {
     "models": ["weights", "graphs", "functional", "checks", "prefix", "float8", "in_place", "sharding"],
     "training": [
         "schedules", "optimizers", "checkpoints", "description", "moments", "objective", "steps", "repeatable", "loaders",
-        "records", "recorder", "trainer_callback", "__init__", "backwards",
+        "batches", "records", "recorder", "trainer_callback", "__init__", "backwards",
     ],
     "traces": ["stores", "tensor_files", "store"],
     "diagnose": ["thresholds", "sample", "measures", "verdict", "__init__", "plots"],

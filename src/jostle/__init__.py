@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jostle._version import __version__
 
 if TYPE_CHECKING:
-    from jostle import attributors, evaluate, losses
+    from jostle import attributors, evaluate, losses, training
     from jostle.calibration import Calibration, calibrate
     from jostle.errors import ChainsFailedError, InputError
     from jostle.posterior import Posterior
@@ -56,6 +56,7 @@ _HOMES = {
     "losses": "jostle.losses",
     "replay": "jostle.runs.replaying",
     "solve": "jostle.runs.solving",
+    "training": "jostle.training",
 }
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "losses",
     "replay",
     "solve",
+    "training",
 ]
 
 

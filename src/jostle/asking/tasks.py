@@ -160,6 +160,9 @@ def require_device(name: str | None) -> None:
 def _nearest(name: str) -> str:
     """A word of the model's directory that may have been meant."""
     parent = Path(name).parent
+    within = sorted(Path(name).glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
+    if within:
+        return f"there is {within[-1].parent}"
     beside = sorted(path.parent.name for path in parent.glob("*/config.json"))
     near = difflib.get_close_matches(Path(name).name, beside, n=1)
     return f"there is {parent / near[0]}" if near and near[0] != Path(name).name else ""

@@ -24,7 +24,7 @@ _TAKEN = ("model", "query", "max_length", "device")
             "after a training that jostle.training.RecordingCallback has recorded",
         ),
         ("jostle replay a.safetensors ... --check 0", "without trainings beside it: quicker, and nothing is checked"),
-        ("jostle top a.safetensors -q 3 --texts t.jsonl", "what shaped the third query"),
+        ("jostle top a.safetensors -q 3 --texts t.jsonl", "what shaped query 3, where the first is 0"),
     ),
 )
 @with_flags_of(run, without=tuple(name for name in inspect.signature(run).parameters if name not in _TAKEN))

@@ -37,7 +37,7 @@ _FROM = "Training from files"
             "jostle solve a.safetensors --model ./tuned ... --optimizer adamw --total-rate 0.02 --batch-size 32",
             "where only the numbers are left",
         ),
-        ("jostle top a.safetensors -q 3 --texts t.jsonl", "what shaped the third query"),
+        ("jostle top a.safetensors -q 3 --texts t.jsonl", "what shaped query 3, where the first is 0"),
         ("jostle evaluate banks/a a.safetensors", "whether it predicts retraining"),
     ),
 )
@@ -120,7 +120,7 @@ def solve(
             metavar="SHARE", help="How large a typical query's error may be, beside the spread of its effects."
         ),
     ] = 0.2,
-    runs: Annotated[int, typer.Option(metavar="N", min=2, help="Of training, backwards; at most.")] = 16,
+    runs: Annotated[int, typer.Option(metavar="N", min=2, help="The most backward runs to average.")] = 16,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     show: Annotated[int, typer.Option(metavar="I", min=0, help="The query of which to list the strongest.")] = 0,
     k: Annotated[int, typer.Option("--k", "-k", metavar="K", min=0, help="How many of each to list.")] = 5,

@@ -65,8 +65,8 @@ ALIGNED = {"cuda": 8, "cpu": 1}
 """Texts are padded to a multiple of so many tokens, or to one of their length in eighths: a GPU multiplies matrices of
 other sizes at a fraction of its speed, and every length compiles anew."""
 
-PROBES, PROBED = 8, 4
-"""Directions in which a loss of the user's own must curve upwards, for so many examples."""
+PROBES, PROBED = 8, 32
+"""Directions in which a loss of the user's own must curve upwards, for each of so many examples."""
 
 
 class GaussNewton:
@@ -115,7 +115,8 @@ class GaussNewton:
         self._context.enter_context(warnings.catch_warnings())
         # Of what torch takes one by one within vmap, which is still right.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        for context in (eval_mode(self.model.model), plain_operations(), self.model.plain_kernels()):
+        network = self.model.model
+        for context in (eval_mode(network), plain_operations(), self.model.plain_kernels(), padding_kept(network)):
             self._context.enter_context(context)
         if any(isinstance(module, nn.RNNBase) for module in self.model.model.modules()):
             # Fused on a CPU, an LSTM has no forward mode; of switching that off, torch says something about GPUs.
@@ -273,13 +274,13 @@ def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) ->
     first = data.batch(range(1))
     with torch.no_grad():
         model.evaluate(loss, model.moving.center[None], first)  # what a loss tries once for each model, it tries here
-    head, untrained = LanguageHead.of(loss, model.model, first), _untrained(model)
+    head = LanguageHead.of(loss, model.model, first)
     if head is not None:
-        language = _LanguageModel(model, loss, head, head_bytes, untrained)
+        language = _LanguageModel(model, loss, head, head_bytes)
         _choose_way(language, model, loss, data)
         language.go_by_layers(data)
         return language
-    view = _Outputs(model, loss, untrained)
+    view = _Outputs(model, loss)
     _choose_way(view, model, loss, data)
     if type(loss) not in OURS:
         _require_curvature(view, data)
@@ -288,8 +289,7 @@ def _view_of(model: FunctionalModel, loss: Loss, data: Data, head_bytes: int) ->
 
 def _choose_way(view: _View, model: FunctionalModel, loss: Loss, data: Data) -> None:
     """Take Jacobians in the quickest way that a model and its loss go through, and that is the same both ways."""
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(2, model.moving.total, generator=generator).to(model.moving.center)
+    vectors = _directions(model)
     few = min(2, len(data))  # of one alone, or one vector, operations are at times others
     batch, shares = data.batch(range(few)), torch.full((few,), 1 / few, device=model.device)
     failed = ""
@@ -314,22 +314,30 @@ def _choose_way(view: _View, model: FunctionalModel, loss: Loss, data: Data) -> 
     )
 
 
-def _untrained(model: FunctionalModel) -> Int[Tensor, " weight"] | None:
-    """Where the embeddings of padding stand: no gradient reaches them, though forward mode would read them."""
-    moving, named = model.moving, {id(value): name for name, value in model.model.named_parameters()}
-    places = []
-    for module in model.model.modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            own = moving.slices.get(named.get(id(module.weight), ""))
-            if own is not None:
-                width = module.weight.shape[1]
-                start = own.start + module.padding_idx * width
-                places.append(torch.arange(start, start + width, device=model.device))
-    return torch.cat(places) if places else None
+def _directions(model: FunctionalModel) -> Float[Tensor, "2 weight"]:
+    """Two random directions, of a length between that of a step and that of the weights: float16 has neither."""
+    generator, total = torch.Generator().manual_seed(0), model.moving.total
+    return (torch.randn(2, total, generator=generator) / total**0.25).to(model.moving.center)
 
 
-def _trained(vectors: Tensor, untrained: Int[Tensor, " weight"] | None) -> Tensor:
-    return vectors if untrained is None else vectors.index_fill(1, untrained, 0.0)
+@contextlib.contextmanager
+def padding_kept(model: nn.Module) -> Iterator[None]:
+    """Within, what embeddings give for padding does not change with their weights: no gradient reaches it.
+
+    Forward mode would read the row. It is the lookup that is kept, not the row: a head may share the weights.
+    """
+
+    def kept(module: Any, inputs: Any, found: Tensor) -> Tensor:
+        return torch.where((inputs[0] == module.padding_idx)[..., None], rows[module], found)
+
+    padded = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.padding_idx is not None]
+    rows: dict[nn.Module, Tensor] = {one: one.weight[one.padding_idx].detach().clone() for one in padded}
+    hooks = [one.register_forward_hook(kept) for one in padded]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -338,7 +346,6 @@ class _Outputs(_View):
 
     model: FunctionalModel
     loss: Loss
-    untrained: Int[Tensor, " weight"] | None
 
     def network(self, flat: Tensor, batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Any]]]:
         """The outputs that have gradients, and how to put them back into the form in which the model gave them."""
@@ -376,7 +383,7 @@ class _Outputs(_View):
             losses = sample_means(self.losses(back(values), batch), self.loss, batch)
             return losses @ shares.to(losses.dtype)
 
-        moved = self.way.pushed(network, center, _trained(vectors, self.untrained))
+        moved = self.way.pushed(network, center, vectors)
         return self.way.pulled(network, center, self.way.curved(weighted, values, moved))
 
     def loss_tangents(self, vectors: Tensor, batch: Batch) -> Tensor:
@@ -384,10 +391,10 @@ class _Outputs(_View):
             # As in the products, the model is called as a whole.
             return self.model.call(lambda model, batch: self.loss(recorder(model, []), batch), flat, batch)
 
-        return self.way.pushed(losses, self.model.moving.center, _trained(vectors, self.untrained))
+        return self.way.pushed(losses, self.model.moving.center, vectors)
 
     def directions_agree(self, vector: Tensor, batch: Batch) -> bool:
-        center, vector = self.model.moving.center, _trained(vector, self.untrained)
+        center = self.model.moving.center
 
         def network(flat: Tensor) -> list[Tensor]:
             return self.network(flat, batch)[0]
@@ -414,9 +421,8 @@ class _LanguageModel(_View):
         loss: Loss,
         head: LanguageHead,
         head_bytes: int,
-        untrained: Int[Tensor, " weight"] | None,
     ) -> None:
-        self._model, self._loss, self._head, self._bytes, self._untrained = model, loss, head, head_bytes, untrained
+        self._model, self._loss, self._head, self._bytes = model, loss, head, head_bytes
         self.compiled = Compiled(model.device)
         self._aligned = ALIGNED["cuda" if model.device.type == "cuda" else "cpu"]
         self._layers: Layers | None = None
@@ -430,14 +436,14 @@ class _LanguageModel(_View):
         """Take the body layer by layer, where it is a chain of them, and that gives the same."""
         if type(self.way) is not ForwardMode:
             return
-        model, generator = self._model, torch.Generator().manual_seed(0)
-        vectors = torch.randn(2, model.moving.total, generator=generator).to(model.moving.center)
+        model = self._model
+        vectors = _directions(model)
         batch = data.batch(range(min(2, len(data))))
         moved = self._moved(vectors, batch)[1]
         pulled = self._pulled(moved, batch)
         try:
             layers = Layers(model, self._head.states, Layers.found_in(model.model), self.compiled)
-            found = layers.moved(_trained(vectors, self._untrained), batch)[1], layers.pulled(moved, batch)
+            found = layers.moved(vectors, batch)[1], layers.pulled(moved, batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # layers may be anything
@@ -456,11 +462,11 @@ class _LanguageModel(_View):
     def _moved(self, vectors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The states that the head reads, and how they change along each vector."""
         if self._layers is not None:
-            return self._layers.moved(_trained(vectors, self._untrained), batch)
+            return self._layers.moved(vectors, batch)
 
         def passes(vectors: Tensor, center: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             body = self._body(batch)
-            return body(center), self.way.pushed(body, center, _trained(vectors, self._untrained))
+            return body(center), self.way.pushed(body, center, vectors)
 
         return self.compiled("moved", passes, vectors, self._model.moving.center, batch)
 
@@ -477,7 +483,7 @@ class _LanguageModel(_View):
     def directions_agree(self, vector: Tensor, batch: Batch) -> bool:
         moved = self._moved(vector, batch)[1]
         pulled = self._pulled(moved, batch)
-        return _agree(moved.double().square().sum(), _trained(vector, self._untrained), pulled, self._model)
+        return _agree(moved.double().square().sum(), vector, pulled, self._model)
 
     def _of_head(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What vectors have of the head's weight and bias."""
@@ -608,10 +614,16 @@ def _require_curvature(view: _Outputs, data: Data) -> None:
     through = view.way.pulled(lambda flat: view.network(flat, few)[0], center, slopes)[0]
     if past.any() or not (whole - through).norm() <= max(1e-3, view.model.tolerance) * whole.norm():
         view.refuse(f"{described(view.loss)}, which reads weights past the model's outputs")
-    generator = torch.Generator().manual_seed(0)
+    generator, count = torch.Generator().manual_seed(0), len(view.losses(back(values), few))
     for _ in range(PROBES):
         moved = [torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device) for value in values]
         curved = [one[0] for one in view.way.curved(of_outputs, values, [one[None] for one in moved])]
-        products = [float((a * b).sum()) for a, b in zip(moved, curved, strict=True)]
-        if not sum(products) >= -1e-5 * sum(float(b.norm() * a.norm()) for a, b in zip(moved, curved, strict=True)):
+        inner = [a * b for a, b in zip(moved, curved, strict=True)]
+        # Of each example by itself, where outputs say whose they are: others would hide one that curves downwards.
+        each = all(one.ndim and len(one) == count for one in inner)
+        products, sizes = (
+            sum((one.reshape(count if each else 1, -1).sum(1) for one in some), torch.zeros(()).to(center))
+            for some in (inner, [one.abs() for one in inner])
+        )
+        if not (products >= -1e-5 * sizes).all():
             view.refuse(f"{described(view.loss)}, which curves downwards in the model's outputs")

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from jostle.data.datasets import Data
+from jostle.errors import InputError
 from jostle.losses import IGNORED_LABEL, Batch, Loss
 from jostle.models.functional import token_mask
 from jostle.models.in_place import InPlace
@@ -74,6 +75,10 @@ def loss_counts(model: InPlace, loss: Loss, data: Data) -> Float[Tensor, " sampl
     """How many losses each example has: one, or one for each of its tokens."""
     first = of_the_first(model, loss, data)
     if first.ndim == 1 or token_mask(loss, data.batch(range(1))) is None:
+        if first.ndim > 1 and data.lengths is not None and np.ptp(data.lengths):
+            raise InputError(
+                "loss", got="one of tokens, that does not say which are padding", expected="a method token_mask(batch)"
+            )
         return torch.full((len(data),), float(first.numel()))
     masks = (token_mask(loss, batch) for batch in batches(model, loss, data))
     return torch.cat([mask.sum(1).double().cpu() for mask in masks if mask is not None])

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from jostle.curvature.descent import Descents, NotFiniteError
+from jostle.curvature.descent import DOWNWARDS, Descents, NotConvexError, NotFiniteError
 from jostle.curvature.gauss_newton import GaussNewton
 from jostle.models.weights import MovingWeights
 
@@ -91,6 +91,8 @@ class Response:
             if not torch.isfinite(matrix).all():
                 raise NotFiniteError
             self._values, self._basis = torch.linalg.eigh(self._root[:, None] * matrix * self._root)
+            if self._values[0] < -DOWNWARDS * self._values[-1].abs():
+                raise NotConvexError
             return
         if filter == "minimum":
             held = torch.where(reach > 0, 1 / reach.clamp(min=torch.finfo(reach.dtype).tiny), 0.0)
@@ -111,7 +113,7 @@ class Response:
             return self._by_matrix(gradients)
         descents, vectors, taken = self._descents, torch.zeros_like(gradients), _Runs()
         errors = together = spreads = np.zeros(len(gradients))
-        known = "the first run"
+        known = "run 1 of 2 or more"
         while taken.runs < runs:
             found = descents(gradients, lambda what, known=known: tell(f"{known}, {what}"))
             taken.add(self._scores(found), descents.visits)

@@ -31,8 +31,8 @@ def largest_in_rows(
 ) -> Float[Tensor, " weight"]:
     """Return the trace of nωᵢ·R^½HᵢR^½ within each weight's row, of the example i that has most.
 
-    It is 0 outside of embeddings. By gradients g of labels that the model itself gives: Hᵢ = Tᵢ·E[ggᵀ], with g of the
-    mean of Tᵢ losses.
+    It is 0 outside of embeddings. An estimate, by one draw of gradients g of labels that the model itself gives, or the
+    real ones where a loss draws none: Hᵢ = Tᵢ·E[ggᵀ], with g of the mean of Tᵢ losses.
     """
     moving, largest = model.moving, torch.zeros_like(reach)
     names = embeddings_of(model.model, moving, loss, data)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from jostle.chains.progress import telling
-from jostle.curvature.descent import NotFiniteError, examples_of_step
+from jostle.curvature.descent import NotConvexError, NotFiniteError, examples_of_step
 from jostle.curvature.gauss_newton import PASS_TOKENS, GaussNewton, tokens_of
 from jostle.curvature.labels import loss_counts, of_the_first, these
 from jostle.curvature.per_example import PerExample, fingerprints_of
@@ -25,14 +25,14 @@ from jostle.curvature.response import Filter, Response, Responses, is_small
 from jostle.curvature.rows import largest_in_rows
 from jostle.data.datasets import Collate, Data
 from jostle.errors import EstimateWarning, InputError, warn
-from jostle.losses import LanguageHead, Loss
+from jostle.losses import LanguageHead, Loss, described
 from jostle.losses import classification as classification_loss
-from jostle.models.functional import eval_mode, free_memory
+from jostle.models.functional import eval_mode, free_memory, token_mask
 from jostle.models.in_place import InPlace
 from jostle.models.weights import MovingWeights, WeightSelection
 from jostle.scores import Scores
 from jostle.training import MomentComparison, Training, compare_second_moments, require_similar_moments
-from jostle.training.moments import estimate_second_moments
+from jostle.training.moments import FEW, estimate_second_moments
 
 log = logging.getLogger("jostle")
 
@@ -99,7 +99,9 @@ class Solution:
     def __repr__(self) -> str:
         train, query = self.effects.shape
         unsolved = f", {(~self.solved).sum()} queries not solved" if not self.solved.all() else ""
-        return f"Solution({train} train × {query} query, effects in nats{unsolved})"
+        error = float(np.median(self.errors / np.maximum(self.spreads, np.finfo(np.float64).tiny)))
+        chance = f", known to {error:.2g} of their spread" if error else ""
+        return f"Solution({train} train × {query} query, effects in nats, positive: it helped{chance}{unsolved})"
 
     @property
     def scores(self) -> Scores:
@@ -209,8 +211,8 @@ def solve(
     training.check(model)
     loss = loss or classification_loss()
     if weights is None:
-        named = [name for group in training.groups for name in group.parameters]
-        weights = "all" if training.total_rate is not None else named
+        named = {name for group in training.groups for name in group.parameters}  # not patterns: names as they are
+        weights = "all" if training.total_rate is not None else lambda name, parameter: name in named
     moving = MovingWeights(model, weights)
     device = moving.center.device
     sets = {
@@ -300,7 +302,8 @@ class _Work:
                 own = self.training.flat_second_moments(self.moving)
                 if own is not None:
                     rows = compare_second_moments(own, moments, self.moving)
-                    require_similar_moments(rows)
+                    if len(self.train) >= FEW:  # of fewer, an estimate says nothing that could refuse them
+                        require_similar_moments(rows)
                     moments = own
         diagonals = self.training.diagonals(self.moving, moments)
         self.reach, self.hold = diagonals.reach, diagonals.hold
@@ -376,6 +379,11 @@ class _Work:
         """Say which example it is that has made the curvature what it is."""
         try:
             yield
+        except NotConvexError:
+            raise InputError(
+                "loss", got=f"{described(self.loss)}, which curves downwards in the model's outputs",
+                expected="a loss that is convex in them", fix="jostle.sample asks nothing of a loss",
+            ) from None  # fmt: skip
         except NotFiniteError:
             with InPlace(self.model, self.moving) as model:
                 for some, rows in PerExample(model, self.loss)(self.train, range(len(self.train))):
@@ -428,13 +436,19 @@ class _Work:
     def _token_effects(self, exact: GaussNewton, vectors: Tensor) -> list[Float[np.ndarray, "token query"]]:
         """Of each example, ω/T·∇ℓₜᵀx of every token: 0 where it has no loss."""
         effects: list[np.ndarray] = [np.empty(0)] * len(self.train)
+
+        def length(index: int, padded: int) -> int:
+            """Of one example, by itself."""
+            if self.train.lengths is not None:
+                return int(self.train.lengths[index])
+            alone = token_mask(self.loss, self.train.batch([index]))
+            return padded if alone is None else alone.shape[1]
+
         for part in exact.parts():
             tangents, mask = exact.tangents(vectors, part)
             if mask is not None:
                 tangents = torch.where(mask, tangents, 0.0)
             values = tangents.movedim(0, 2).float().cpu().numpy()
-            real = None if self.train.lengths is None else self.train.lengths
             for row, index in zip(values, part, strict=True):
-                long = len(row) if real is None else int(real[index])
-                effects[index] = row[:long] * np.float32(self.shares[index] / self.counts[index])
+                effects[index] = row[: length(index, len(row))] * np.float32(self.shares[index] / self.counts[index])
         return effects

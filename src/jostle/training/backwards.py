@@ -126,7 +126,8 @@ class Backwards:
     """Goes back through a training, a step at a time.
 
     Args:
-        repetition: the training. Its model is used for passes, at whatever weights.
+        repetition: the training, at its end. Its model is used for passes, at whatever weights, and without autocast:
+            with it only where steps draw random numbers, which are others in another precision.
         root: √v̂ of Adam, as it is differentiated.
     """
 
@@ -138,7 +139,8 @@ class Backwards:
         self._parameters = {names[id(value)]: value for value in repetition.parameters}
         self._trained = [*self._parameters]
         self._norms = RunningStatistics(model)
-        self._objective = repetition.about.objective
+        objective = repetition.about.objective
+        self._objective = objective if repetition.draws else objective.in_full_precision
         self._shapes: dict[Any, torch.Size] = {}
         self._at_once = sys.maxsize
 

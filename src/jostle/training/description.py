@@ -473,6 +473,8 @@ def built_up(rates: ArrayLike, momentum: float, *, dampening: float = 0.0, neste
         nesterov: of SGD.
     """
     by_step = np.asarray(rates, dtype=np.float64)
+    if not by_step.size:
+        raise InputError("rates", got="none", expected="the learning rate of each step")
     by_step = by_step.reshape(len(by_step), -1).sum(1)
     if not momentum:
         return 1.0

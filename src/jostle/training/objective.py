@@ -47,6 +47,11 @@ class Objective:
             real.sum() if counted is None else counted
         )
 
+    @property
+    def in_full_precision(self) -> Objective:
+        """The same without autocast."""
+        return Objective(getattr(self.loss, "in_full_precision", self.loss), self.count_alike)
+
     def shares(self, losses: Float[Tensor, "sample ..."], batch: Batch) -> Float[Tensor, "sample ..."]:
         """Return what each loss, an example's or a token's, counts in it: 0 where it is none."""
         if losses.ndim == 1:

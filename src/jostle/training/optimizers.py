@@ -133,6 +133,8 @@ def _read(
     parameters: Sequence[Sequence[str]],
     states: Mapping[str, Mapping[str, Any]],
 ) -> OptimizerNumbers:
+    if any(group.get("maximize") for group in groups):
+        raise InputError("optimizer", got="maximize=True", expected="one that minimizes a loss, negated where needed")
     return OptimizerNumbers(
         optimizer=kind,
         parameters=tuple(map(tuple, parameters)),

@@ -134,24 +134,38 @@ class TrainerLoss:
         """Return the losses; a token's stands in its own place, and is predicted from those before it."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = at_least_float32(model(**inputs, use_cache=False).logits)
-        targets = F.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+        targets = F.pad(_labels(batch), (0, 1), value=IGNORED_LABEL)[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED_LABEL)
         return F.pad(losses.view(targets.shape)[:, :-1], (1, 0))
 
     def token_mask(self, batch: Batch) -> Bool[Tensor, "batch token"]:
         """Return which tokens are predicted."""
-        mask = batch["labels"] != IGNORED_LABEL
+        mask = _labels(batch) != IGNORED_LABEL
         mask[:, 0] = False
         return mask
 
 
+def _labels(batch: Batch) -> Tensor:
+    """What is predicted: where a batch does not say, as a query may not, every token but padding."""
+    if "labels" in batch:
+        return batch["labels"]
+    tokens = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(tokens))
+    return torch.where(mask != 0, tokens, IGNORED_LABEL)
+
+
 @dataclass(frozen=True)
 class InPrecision:
-    """A loss in mixed precision, as the training had it."""
+    """A loss in mixed precision, as the training had it; its derivative is taken in full precision."""
 
     loss: Loss
     device: str
     dtype: torch.dtype
+
+    @property
+    def in_full_precision(self) -> Loss:
+        """The loss itself."""
+        return self.loss
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the losses."""

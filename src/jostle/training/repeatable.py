@@ -105,6 +105,12 @@ def set_random_state(state: RandomState) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
+def are_equal(one: RandomState, other: RandomState) -> bool:
+    """Return whether two random states are the same."""
+    pairs = zip((one[0], *one[1]), (other[0], *other[1]), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
 def digest_of(batch: Batch) -> str:
     """Return a hash of a batch."""
     return fingerprint_tensors({"batch": batch})
@@ -128,7 +134,7 @@ class Snapshot:
     """All that a step begins with.
 
     Attributes:
-        weights: of each parameter.
+        weights: of each parameter that is trained.
         buffers: of the model.
         optimizer: its state, and that of its schedule.
         state: PyTorch's random state.
@@ -167,9 +173,11 @@ class Repetition:
         kind: of the optimizer.
         number: how many steps were taken.
         differs: the first step after which weights were others than recorded; None: there was none so far.
+        draws: whether a step has drawn random numbers, as dropout does.
     """
 
     differs: int | None = None
+    draws: bool = False
 
     def __init__(self, training: Repeatable, weights: Float[np.ndarray, " train"] | None = None) -> None:
         self.about, self.number = training, 0
@@ -193,11 +201,13 @@ class Repetition:
         """Take the next step, as the training did; return which parameters it moved."""
         about = self.about
         with own_randomness():
-            set_random_state(self.random)
+            before = self.random
+            set_random_state(before)
             self.optimizer.zero_grad()
             for part in about.steps[self.number]:
                 if part.state is not None:
-                    set_random_state(part.state)
+                    before = part.state
+                    set_random_state(before)
                 given = None if self._weights is None else self._weights[part.examples]
                 value = about.objective(self.model, self._batch(part), given, part.counted)
                 (value if part.share == 1 or part.counted is not None else part.share * value).backward()
@@ -208,6 +218,7 @@ class Repetition:
             if self._schedule is not None:
                 self._schedule.step()
             self.random = random_state()
+            self.draws = self.draws or not are_equal(before, self.random)
         self._compare()
         self.number += 1
         self._look_ahead()
@@ -249,7 +260,7 @@ class Repetition:
     def snapshot(self) -> Snapshot:
         """Return a copy of all that the next step begins with."""
         return Snapshot(
-            [value.detach().clone() for value in self.model.parameters()],
+            [value.detach().clone() for value in self.parameters],
             [value.clone() for value in self.model.buffers()],
             copy.deepcopy(self.optimizer.state_dict()),
             None if self._schedule is None else copy.deepcopy(self._schedule.state_dict()),
@@ -260,7 +271,7 @@ class Repetition:
     def go_back_to(self, snapshot: Snapshot, number: int) -> None:
         """Stand again where a copy was made."""
         for places, values in (
-            (self.model.parameters(), snapshot.weights), (self.model.buffers(), snapshot.buffers)
+            (self.parameters, snapshot.weights), (self.model.buffers(), snapshot.buffers)
         ):  # fmt: skip
             for place, value in zip(places, values, strict=True):
                 place.copy_(value)
@@ -359,7 +370,6 @@ def free_room(device: torch.device) -> tuple[int, int]:
 
 def _bytes_of(repetition: Repetition) -> int:
     """What a state takes."""
-    weights = sum(value.numel() * value.element_size() for value in repetition.model.parameters())
     trained = sum(value.numel() * value.element_size() for value in repetition.parameters)
     buffers = sum(value.numel() * value.element_size() for value in repetition.model.buffers())
-    return weights + buffers + len(KEPT[repetition.kind]) * trained
+    return buffers + (1 + len(KEPT[repetition.kind])) * trained
