@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jostle.attributors import subset_size
+import jostle
+from jostle.attributors import gradient_similarity, subset_size
 from jostle.errors import InputError
-from jostle.evaluate import Bank, Subsets, Trainer, compare, lds, random_drops, random_subsets, retrain, slope
+from jostle.evaluate import (
+    Bank,
+    Subsets,
+    Trainer,
+    compare,
+    lds,
+    predicted,
+    random_drops,
+    random_subsets,
+    retrain,
+    slope,
+)
 from jostle.evaluate.metrics import slopes_of
 from jostle.evaluate.training import Job
+from jostle.runs.replaying import Check
 from jostle.scores import Scores
 
 MANY, QUERIES, DROPS = 40, 12, 50
@@ -370,3 +384,46 @@ def test_no_resampling_leaves_the_numbers(tmp_path: Path) -> None:
     bank, scores = planted(tmp_path / "bank", noise=1.0)
     for measure in (lds, slope):
         assert measure(bank, scores, bootstrap=0).value == measure(bank, scores, bootstrap=20).value
+
+
+def test_a_replay_in_place_of_trainings(tmp_path: Path) -> None:
+    """What it measures of another method is what trainings do, and every table says that nothing was trained."""
+    torch.manual_seed(0)
+    X, labels = torch.randn(120, 6), torch.randint(0, 3, (120,))
+    train, query = (X[:100], labels[:100]), (X[100:], labels[100:])
+    trainer = Trainer(
+        lambda seed: seeded(seed), train, lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=4,
+        batch_size=10,
+    )  # fmt: skip
+    drops = random_drops(100, 60, size=4, seed=3)
+    replay = jostle.replay(trainer.repeatable(0), query, share=0.04)
+    bank = predicted(replay, drops, out=tmp_path / "predicted")
+    real = retrain(trainer, train, query, subsets=drops, out=tmp_path / "real")
+    scores = {"gradients": gradient_similarity(trainer(np.arange(100), 0), train, query)}
+    tables = [compare(one, scores, controls=False) for one in (bank, real)]
+    found, truth = (table.rows[0].per_query.value for table in tables)
+    assert abs(found - truth) < 0.03
+    assert truth > 0.3
+    assert "nothing was trained" in str(tables[0])
+    assert "LDS per query, of predicted drops" in str(tables[0])
+    assert "predicted drops" not in str(tables[1])
+    again = predicted(replay, drops, out=tmp_path / "predicted")
+    np.testing.assert_array_equal(again.values(), bank.values())
+    with pytest.raises(InputError, match="another training than the bank's"):
+        retrain(trainer, train, query, subsets=drops, out=tmp_path / "predicted")
+    assert replay.check is not None
+    poor = Check(replay.check.real[::-1], replay.check.predicted, 4)
+    refused = {
+        "one without a check": (jostle.replay(trainer.repeatable(0), query, check=0), drops),
+        "drops of 9 examples, expected at most the 4": (replay, random_drops(100, 5, size=9)),
+        "random subsets of 100": (replay, random_subsets(100, 5)),
+        "may be": (dataclasses.replace(replay, check=poor), drops),
+    }
+    for message, (one, subsets) in refused.items():
+        with pytest.raises(InputError, match=message):
+            predicted(one, subsets, out=tmp_path / "none")
+
+
+def seeded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))

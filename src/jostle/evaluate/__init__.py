@@ -17,6 +17,7 @@ from jostle.evaluate.report import Report, Row, compare
 from jostle.evaluate.retraining import Measure, retrain
 from jostle.evaluate.subsets import Subsets, leave_one_out, random_drops, random_subsets, removals
 from jostle.evaluate.training import Trainer
+from jostle.evaluate.yardstick import predicted
 
 __all__ = [
     "Bank",
@@ -33,6 +34,7 @@ __all__ = [
     "leave_one_out",
     "leave_one_out_correlation",
     "mislabel_detection",
+    "predicted",
     "random_drops",
     "random_subsets",
     "removal",

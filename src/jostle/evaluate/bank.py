@@ -250,11 +250,23 @@ class Bank:
         seeds = 1 + max((seed for _, seed in done), default=-1)
         text = f"{len(done)} retrainings of {len({subset for subset, _ in done})} of {len(self)} subsets"
         text += f", up to {seeds} seeds each" if seeds > 1 else ""
+        check = self.predicted
+        if check is not None:
+            text = f"{len(done)} of {len(self)} drops, predicted by a replay; nothing was trained for them. {check}"
         if failures:
             first = failures[0]
             text += f"; {len(failures)} failed, the first (subset {first['subset']}, seed {first['seed']}): "
             text += first["reason"]
-        return {"finished": len(done), "subsets": len(self), "seeds": seeds, "failures": failures, "text": text}
+        return {
+            "finished": len(done), "subsets": len(self), "seeds": seeds, "failures": failures, "text": text,
+            "predicted": check,
+        }  # fmt: skip
+
+    @property
+    def predicted(self) -> str | None:
+        """How a replay that predicted its losses was checked; None where they are of trainings."""
+        training = self.about.get("training") or {}
+        return training["check"] if training.get("by") == "a replay" else None
 
     def check(self, scores: Given, name: str = "") -> None:
         """Refuse scores of other data, of another size, that are not finite, or that are constant, by their name."""

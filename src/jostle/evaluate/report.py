@@ -128,7 +128,8 @@ class Report:
     @property
     def headline(self) -> str:
         """What the number by which methods are compared is called."""
-        return "leave-one-out" if self.kind == "leave-one-out" else "LDS per query"
+        own = "leave-one-out" if self.kind == "leave-one-out" else "LDS per query"
+        return own if self.summary.get("predicted") is None else f"{own}, of predicted drops"
 
     @property
     def notes(self) -> list[str]:
