@@ -21,6 +21,7 @@ from jostle.errors import InputError
 from jostle.evaluate import Trainer
 from jostle.losses import Loss
 from jostle.runs import replaying
+from jostle.runs.replaying import Check
 from jostle.traces.tensor_files import read_metadata
 from jostle.training import backwards, repeatable
 from jostle.training.objective import Objective
@@ -274,6 +275,14 @@ def test_predictions_are_held_against_trainings() -> None:
     assert abs(slope - 1) < 0.3 + 3 * own
     assert "20 trainings without 2 random examples: correlation 0.9" in repr(found)
     assert jostle.replay(training, query, check=0).check is None
+
+
+def test_a_check_of_few_trainings_has_an_error() -> None:
+    random = np.random.default_rng(0)
+    real = random.standard_normal((3, 4))
+    check = Check(real, real + 0.1 * random.standard_normal(real.shape), 1)
+    assert all(0 < error < 1 for _, error in (check.correlation, check.slope))
+    assert str(check).startswith("3 trainings without 1 random example: correlation 0.9")
 
 
 def test_the_scale_of_the_loss_changes_no_rank() -> None:

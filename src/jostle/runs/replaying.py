@@ -82,12 +82,14 @@ class Check:
         count, generator = len(self.real), np.random.default_rng(0)
         with np.errstate(invalid="ignore", divide="ignore"):
             every = [measured(generator.integers(0, count, count)) for _ in range(RESAMPLED)]
-            return float(measured(np.arange(count))), float(np.std(every))
+            # Where one training is drawn every time, there is nothing to go together.
+            return float(measured(np.arange(count))), float(np.nanstd(every))
 
     def __str__(self) -> str:
         (correlation, error), (slope, own) = self.correlation, self.slope
+        without = "1 random example" if self.left_out == 1 else f"{self.left_out} random examples"
         return (
-            f"{len(self.real)} trainings without {self.left_out} random examples: correlation {correlation:.2f} ± "
+            f"{len(self.real)} trainings without {without}: correlation {correlation:.2f} ± "
             f"{1.96 * error:.2f}, slope {slope:.2f} ± {1.96 * own:.2f}"
         )
 
