@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,16 +30,16 @@ from jostle.evaluate.metrics import lds_of, slopes_of
 from jostle.losses import plain_operations
 from jostle.runs import replaying
 from jostle.training.backwards import Backwards, Costs
-from jostle.training.repeatable import Microbatch, own_randomness, set_random_state
-from jostle.training.steps import clipped, kept_of, rules_of
+from jostle.training.repeatable import Microbatch, Repetition, own_randomness, set_random_state
+from jostle.training.steps import Root, Rule, clipped, kept_of, rules_of
 
 
 class SecantBackwards(Backwards):
     """Goes back as others do, but for what it says of examples; for Adam and AdamW without running statistics."""
 
-    def __init__(self, repetition: Any, root: Any) -> None:
+    def __init__(self, repetition: Repetition, root: Root, *, share: float) -> None:
         super().__init__(repetition, root)
-        self.share = root.__closure__[0].cell_contents  # c of `smooth_root`
+        self._share = share
 
     def step(
         self, costs: Costs, number: int, moved: Sequence[bool], found: Callable[[Microbatch, Tensor], None]
@@ -59,17 +61,11 @@ class SecantBackwards(Backwards):
         for name, gradient in zip(names, cut, strict=True):
             parameter = self._parameters[name]
             rule, kept = rules[id(parameter)], kept_of(repetition.optimizer, repetition.kind, parameter)
-            (first, second), settings = rule.settings["betas"], rule.settings
-            corrections = 1 - first**rule.number, 1 - second**rule.number
+            first, second = rule.settings["betas"]
             mean = first * kept["exp_avg"] + (1 - first) * gradient
             square = second * kept["exp_avg_sq"] + (1 - second) * gradient.square()
-            smoothing = self.share * square.mean() / corrections[1]
-
-            def moves(mean: Tensor, square: Tensor) -> Tensor:
-                length = (square / corrections[1] + smoothing).clamp(min=0).sqrt() + settings["eps"]  # noqa: B023
-                return -settings["lr"] / corrections[0] * mean / length  # noqa: B023
-
-            plain = moves(mean, square)
+            smoothing = self._share * square.mean()
+            plain = adams_step(rule, mean, square, smoothing)
             by_weight, by_mean, by_square = (
                 one.flatten(1)
                 for one in (costs.weights[name], *(costs.kept[name][k] for k in ("exp_avg", "exp_avg_sq")))
@@ -79,7 +75,7 @@ class SecantBackwards(Backwards):
                 for own in each[name]:
                     h = factor * own
                     less, other = -(1 - first) * h, (1 - second) * ((gradient - h).square() - gradient.square())
-                    apart = moves(mean + less, square + other) - plain
+                    apart = adams_step(rule, mean + less, square + other, smoothing) - plain
                     for_each.append(
                         by_weight @ apart.flatten() + by_mean @ less.flatten() + by_square @ other.flatten()
                     )
@@ -107,11 +103,18 @@ class SecantBackwards(Backwards):
         return {name: torch.stack([row[name] for row in rows]) for name in weights}
 
 
+def adams_step(rule: Rule, mean: Tensor, square: Tensor, smoothing: Tensor) -> Tensor:
+    """How far Adam moves weights by these moments, as they stand before their correction for the first steps."""
+    (first, second), settings = rule.settings["betas"], rule.settings
+    root = ((square + smoothing) / (1 - second**rule.number)).clamp(min=0).sqrt()  # rounding may be below 0
+    return -settings["lr"] / (1 - first**rule.number) * mean / (root + settings["eps"])
+
+
 def measured(effects: np.ndarray, left_out: np.ndarray, changes: np.ndarray) -> dict[str, Any]:
     """LDS and slope on a bank of drops."""
-    predicted, given = [left_out.astype(float) @ effects], {"bootstrap": 1000, "seed": 0}
-    lds = lds_of(predicted, changes, per="query", correlation="spearman", **given)[0]  # type: ignore[arg-type]
-    slope = slopes_of(predicted, changes, pooled=False, **given)[0]  # type: ignore[arg-type]
+    predicted = [left_out.astype(float) @ effects]
+    (lds,) = lds_of(predicted, changes, per="query", correlation="spearman", bootstrap=1000, seed=0)
+    (slope,) = slopes_of(predicted, changes, pooled=False, bootstrap=1000, seed=0)
     return {"lds": lds.to_dict(), "slope": slope.to_dict(), "told": f"LDS {lds}  slope {slope}"}
 
 
@@ -132,8 +135,9 @@ def main() -> None:
         training, query, left_out, changes = (small if arguments.what == "small" else language)(name, arguments)
         for smoothing in arguments.smoothings:
             for way in arguments.ways:
-                replaying.Backwards = SecantBackwards if way == "secant" else Backwards  # type: ignore[misc]
-                found = replaying.replay(training, query, smoothing=smoothing, check=0)
+                backwards = partial(SecantBackwards, share=smoothing) if way == "secant" else Backwards
+                with patch.object(replaying, "Backwards", backwards):
+                    found = replaying.replay(training, query, smoothing=smoothing, check=0)
                 row = {"model": name, "way": way, "smoothing": smoothing, "seconds": found.provenance["seconds"],
                        **measured(found.effects, left_out, changes)}  # fmt: skip
                 rows.append(row)

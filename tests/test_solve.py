@@ -971,7 +971,7 @@ class Padded(nn.Module):
         self.mix = nn.Linear(6, 6)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return torch.tanh(self.mix(self.words(rows).mean(1))) @ self.words.weight.T
+        return torch.tanh(self.mix(self.words(input=rows).mean(1))) @ self.words.weight.T
 
 
 @pytest.mark.parametrize("dense", [True, False])

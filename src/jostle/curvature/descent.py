@@ -216,7 +216,7 @@ class Descents:
             if not torch.isfinite(images).all():
                 return math.inf
             values = torch.linalg.eigvalsh(vectors @ images.T)
-            if values[0] < -DOWNWARDS * values[-1].abs():
-                raise NotConvexError
             vectors = images
+        if not self._curvature.is_convex and values[0] < -DOWNWARDS * values[-1].abs():
+            raise NotConvexError
         return float(values[-1])

@@ -201,6 +201,11 @@ class GaussNewton:
         return (found + found.T) / 2
 
     @property
+    def is_convex(self) -> bool:
+        """Whether the loss is known to be convex in the model's outputs: then what is negative is rounding."""
+        return isinstance(self.view, _LanguageModel) or type(self.loss) in OURS
+
+    @property
     def view(self) -> _View:
         """How the loss sees the model; known within the context."""
         assert self._view is not None, "products are taken within the context"
@@ -327,12 +332,13 @@ def padding_kept(model: nn.Module) -> Iterator[None]:
     Forward mode would read the row. It is the lookup that is kept, not the row: a head may share the weights.
     """
 
-    def kept(module: Any, inputs: Any, found: Tensor) -> Tensor:
-        return torch.where((inputs[0] == module.padding_idx)[..., None], rows[module], found)
+    def kept(module: Any, inputs: Any, named: Any, found: Tensor) -> Tensor:
+        tokens = inputs[0] if inputs else named["input"]
+        return torch.where((tokens == module.padding_idx)[..., None], rows[module], found)
 
     padded = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.padding_idx is not None]
     rows: dict[nn.Module, Tensor] = {one: one.weight[one.padding_idx].detach().clone() for one in padded}
-    hooks = [one.register_forward_hook(kept) for one in padded]
+    hooks = [one.register_forward_hook(kept, with_kwargs=True) for one in padded]
     try:
         yield
     finally:

@@ -91,7 +91,7 @@ class Response:
             if not torch.isfinite(matrix).all():
                 raise NotFiniteError
             self._values, self._basis = torch.linalg.eigh(self._root[:, None] * matrix * self._root)
-            if self._values[0] < -DOWNWARDS * self._values[-1].abs():
+            if not curvature.is_convex and self._values[0] < -DOWNWARDS * self._values[-1].abs():
                 raise NotConvexError
             return
         if filter == "minimum":

@@ -379,8 +379,8 @@ def _checked(
 
 @torch.no_grad()
 def _losses(model: nn.Module, training: Repeatable, query: Data) -> Float[np.ndarray, " query"]:
-    """The queries' losses, as the derivative takes them."""
-    loss = training.objective.loss
+    """The queries' losses, in full precision: changes of them are small."""
+    loss = training.objective.in_full_precision.loss
     with eval_mode(model):
         parts = [query.batch(part) for part in np.array_split(np.arange(len(query)), -(-len(query) // QUERIES))]
         return torch.cat([sample_means(loss(model, part), loss, part) for part in parts]).double().cpu().numpy()
